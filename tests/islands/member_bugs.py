@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import member_world
 from member_world import Violation, World
 
 from shoal.base.errors import ShoalError
-from shoal.islands.membership import committed_turn, island_member, turn_chair
-from shoal.islands.membership.committed_turn import CommittedTurn, Seat
+from shoal.islands.membership import committed_turn, island_member, session_meeting, turn_chair
+from shoal.islands.membership.committed_turn import CommittedTurn, Seat, start_session
 from shoal.islands.membership.island_member import HANDLERS, IslandMember
+from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
 from shoal.islands.membership.turn_chair import TurnChair
 from shoal.islands.membership.turn_messages import (
     ALL_VOTE,
@@ -28,12 +30,14 @@ from shoal.islands.membership.turn_messages import (
     Prepare,
     Promise,
 )
+from shoal.islands.membership.witness_seat import WitnessSeat
 
 CHAIR, MEMBER = turn_chair, island_member
 install, vote, on_vote = IslandMember._install, IslandMember._vote, IslandMember._on_vote
 on_prepare, reset, receive = IslandMember._on_prepare, IslandMember._reset, IslandMember.receive
 fact_of, choose = IslandMember._fact, TurnChair.choose_voters
 commit = committed_turn.commit_turn
+start, find_newest = SessionMeeting.start, SessionMeeting._find_newest
 
 
 def _report_no_vote(self: IslandMember, message: Prepare) -> None:
@@ -158,6 +162,29 @@ def _decide_without_witnesses(self: IslandMember, cast: CastVote) -> None:
             self._install(facts[0])
 
 
+def _any_report(self: SessionMeeting, arrival: ArrivalReport) -> bool:
+    known = self.arrivals.get(arrival.seat.name)
+    self.arrivals[arrival.seat.name] = arrival
+    self._note_own(self.own)
+    return known is None or known.seat != arrival.seat
+
+
+def _seated_count_as_arrived(self: SessionMeeting) -> tuple[int, ...]:
+    return tuple(name for name in self.expected() if name not in self.arrivals)
+
+
+def _start_from_known(self: SessionMeeting, samples: int) -> CommittedTurn | None:
+    fact, known = start(self, samples), find_newest(self)[1]
+    if fact is None or known is None:
+        return fact
+    return start_session(fact.session, known, fact.seats, samples)
+
+
+def _common_start_too_early(member: IslandMember, awaited: set[int], seen: Any) -> bool:
+    fact = member.fact
+    return fact is not None and member.seated and awaited <= seen.restarted(fact.seats)
+
+
 Patch = tuple[object, str, Any]
 BUGS: dict[str, Patch] = {
     "a majority is one too few": (CHAIR, "majority", lambda n: max(1, n // 2)),
@@ -190,9 +217,28 @@ BUGS: dict[str, Patch] = {
     "nobody may join": (MEMBER, "seat_members", _no_joiners),
     "changes of absent members are divided by": (IslandMember, "_fact", _merge_the_absent),
     "the end of a window changes nothing": (IslandMember, "_prepare", lambda self: None),
+    "a start needs no hearing": (SessionMeeting, "find_unheard", lambda self: ()),
+    "members with a seat count as arrived": (SessionMeeting, "missing", _seated_count_as_arrived),
+    "an old report counts": (SessionMeeting, "add", _any_report),
+    "only turns on disks are known": (
+        SessionMeeting, "_find_newest", lambda self: (find_newest(self)[0],) * 2,
+    ),
+    "a session starts from a turn on no disk": (SessionMeeting, "start", _start_from_known),
+    "a session has the number of another one": (
+        session_meeting, "number_session", lambda known, starter: known + 1,
+    ),
+    "nobody starts anew": (member_world, "needs_common_start", lambda *given: False),
+    "some start anew too early": (member_world, "needs_common_start", _common_start_too_early),
+    "a witness keeps its seat": (WitnessSeat, "must_restart", lambda self, member, is_late: False),
+    "a witness decides for weights that nobody has": (
+        WitnessSeat, "may_decide", lambda self, member: True,
+    ),
+    "a witness takes a restarted island for a lost turn": (
+        WitnessSeat, "_is_lost", lambda self, member, fact: True,
+    ),
     "nobody awaits the witness": (HANDLERS, "CastVote", _decide_without_witnesses),
 }  # fmt: skip
-OF_WITNESSES = ("nobody awaits the witness",)
+OF_WITNESSES = tuple(name for name in BUGS if "witness" in name)
 """Bugs that worlds without a witness cannot show."""
 
 

@@ -9,6 +9,7 @@ it touches one process, so its order with the others' changes nothing. So is a m
 process, and one of a turn that its receiver has left: neither changes the receiver.
 
     kill        a process dies, and comes back with its disk, an old one or none
+    lone        the same, of an island and a witness; the other island died before, for good
     lose        a message is lost · repeat  it arrives twice · cut  a link loses all from now on
     jump        a window ends too early
     flip        a merge is wrong · slow  a save ends late
@@ -29,10 +30,12 @@ from shoal.islands.membership.committed_turn import (
     CommittedTurn,
     Seat,
     TurnProposal,
+    commit_turn,
     majority,
     start_session,
 )
 from shoal.islands.membership.island_member import IslandMember
+from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
 from shoal.islands.membership.turn_messages import (
     ALL_VOTE,
     Apply,
@@ -44,8 +47,13 @@ from shoal.islands.membership.turn_messages import (
     Send,
     Welcome,
 )
+from shoal.islands.membership.witness_seat import WitnessSeat
 
 FAULTS = ("kill", "lose", "repeat", "cut", "jump", "flip", "slow")
+LONE = "lone"
+DEAD = -1
+"""Start of a process that never comes back."""
+
 ATTEMPTS = 2
 """Ballots of chairs in one turn; more repeat the same."""
 
@@ -53,7 +61,11 @@ Wire = frozenset[tuple[int, int]]
 
 
 class Node(NamedTuple):
-    """One process: None is a dead one. `flip`: its next merge is wrong; `slow`: it saves late."""
+    """One process: None is a dead one. `flip`: its next merge is wrong; `slow`: it saves late.
+
+    Attributes:
+        meeting: reports of disks, while an island has no seat · rules: of a witness's seat.
+    """
 
     member: IslandMember | None
     weights: str
@@ -62,6 +74,8 @@ class Node(NamedTuple):
     flip: bool
     slow: bool
     key: int
+    meeting: SessionMeeting | None = None
+    rules: WitnessSeat | None = None
 
 
 class State(NamedTuple):
@@ -88,8 +102,8 @@ class Space:
 
     def __init__(self, fault: str, names: int, rounds: int) -> None:
         self.fault, self.names, self.rounds = fault, tuple(range(names)), rounds
-        self.messages: list[Message] = []
-        self.numbers: dict[Message, int] = {}
+        self.messages: list[Message | ArrivalReport] = []
+        self.numbers: dict[Message | ArrivalReport, int] = {}
         self.turns: dict[str, CommittedTurn] = {}
         self.parents: dict[str, str] = {}
         self.states = self.finished = self.bounded = 0
@@ -105,23 +119,53 @@ class Space:
         state = state._replace(facts=(fact.digest,))
         for name in self.names:
             member = IslandMember(Seat(name, 0), fact, self.names, SAMPLES, is_saved=False)
-            node = state.nodes[name]._replace(member=member)
+            node = state.nodes[name]._replace(member=member, rules=_rules_of(member))
             state = self._finish(state, name, node, [Apply(fact, heal=True, train=True)])
         return state
 
+    def start_lone(self) -> State:
+        """Return the state after island 1 died: island 0 has merged a round without it."""
+        seats = [Seat(name, 0) for name in self.names]
+        facts = [start_session(0, None, seats, SAMPLES)]
+        for mergers, left in ((seats[:2], seats), (seats[:1], [seats[0], seats[2]])):
+            changes = [self._change(seat, facts[-1].turn) for seat in mergers]
+            weights = merge_hash(facts[-1].weights, tuple(changes))
+            facts.append(commit_turn(facts[-1], changes, weights, tuple(left), SAMPLES))
+        for before, fact in zip([facts[0], *facts], facts, strict=False):
+            self.turns[fact.digest], self.parents[fact.digest] = fact, before.digest
+        self.rounds += facts[-1].turn
+        nodes = tuple(Node(None, "", (), DEAD, False, False, 0) for _ in self.names)
+        digests = tuple(fact.digest for fact in facts)
+        state = State(nodes, frozenset(), False, (-1, -1), digests, frozenset())
+        for name in (0, 2):
+            member = IslandMember(seats[name], facts[-1], self.names, SAMPLES, least=1)
+            node = Node(member, facts[-2].weights, (facts[1],), 0, False, False, 0)
+            node = node._replace(rules=_rules_of(member))
+            apply = [Apply(facts[-1], heal=False, train=True)]
+            state = self._finish(state, name, node, apply)
+        return state
+
+    def _change(self, seat: Seat, turn: int) -> TurnProposal:
+        return TurnProposal(seat, f"{turn}.{seat.name}", seat.name + 1, SAMPLES)
+
     def explore(self, most: int) -> None:
         """Visit states in a drawn order until all, or `most`, are known."""
-        start, draw = self.start(), random.Random(0)
+        start = self.start_lone() if self.fault == LONE else self.start()
+        draw = random.Random(0)
         known, stack = {start.key()}, [start]
+        edges: list[tuple[int, int]] = []
+        goals: set[int] = set()
         while stack:
             at = draw.randrange(len(stack)) if draw.random() < 0.5 else -1  # breadth, and ends
             stack[at], stack[-1] = stack[-1], stack[at]
             state = stack.pop()
             self.states += 1
-            followers = 0
+            followers, here = 0, state.key()
             for follower in self.followers(state):
                 followers += 1
                 key = follower.key()
+                if self.fault == LONE:
+                    edges.append((here, key))
                 if key not in known:
                     if len(known) >= most:
                         self.whole = False
@@ -130,17 +174,34 @@ class Space:
                     stack.append(follower)
             if not followers:
                 self._check_end(state)
+            if self._is_done(state) or self._may_wait(state):
+                goals.add(here)
+        if self.fault == LONE and self.whole and not known <= _reaching(goals, edges):
+            raise Violation("from a state on nobody goes on, and no disk was set back")
+
+    def _may_wait(self, state: State) -> bool:
+        """Return whether the lone island waits for the other, as its disk lost rounds, or chairs on."""
+        island, last = state.nodes[0], self.turns[state.facts[-1]]
+        held = island.disk[-1].round if island.disk else 0
+        live = [node.member for node in state.nodes if node.member is not None]
+        was_set_back = island.meeting is not None and last.round - held > 1
+        return was_set_back or any(member.promised[0] >= ATTEMPTS for member in live)
 
     def _check_end(self, state: State) -> None:
         live = [n.member for n in state.nodes if n.member is not None and n.member.fact is not None]
-        done = sum(m.fact is not None and m.fact.turn >= self.rounds for m in live)
-        if done >= majority(len(self.names)):
+        if self._is_done(state):
             self.finished += 1
         elif any(m.promised[0] >= ATTEMPTS for m in live):
             self.bounded += 1
         else:
             waiting = [n.member and member_key(n.member) for n in state.nodes]
             raise Violation(f"all wait: {waiting}")
+
+    def _is_done(self, state: State) -> bool:
+        """Return whether most processes know the last turn."""
+        facts = [n.member.fact for n in state.nodes if n.member is not None]
+        done = sum(fact is not None and fact.turn >= self.rounds for fact in facts)
+        return done >= majority(len(self.names))
 
     def followers(self, state: State) -> Iterator[State]:
         """Yield the states that follow."""
@@ -150,14 +211,14 @@ class Space:
                 alive = state.nodes[item[0]].member is not None
                 message = self.messages[item[1]]
                 cut = (message.seat.name, item[0]) == state.cut
-                yield self._call(rest, item[0], "receive", message) if alive and not cut else rest
+                yield self._receive(rest, item[0], message) if alive and not cut else rest
                 return
         for item in state.wire:
             to, message = item[0], self.messages[item[1]]
             rest = state._replace(wire=state.wire - {item})
-            yield self._call(rest, to, "receive", message)
+            yield self._receive(rest, to, message)
             if not state.used and self.fault == "repeat":
-                yield self._call(state._replace(used=True), to, "receive", message)
+                yield self._receive(state._replace(used=True), to, message)
             if not state.used and self.fault == "lose":
                 yield rest._replace(used=True)
         for name, node in enumerate(state.nodes):
@@ -166,7 +227,7 @@ class Space:
                 yield from self._restarts(state, name, node)
                 continue
             if state.used and not state.wire and self._may_end_window(member):
-                yield self._call(state, name, "grace_over")
+                yield self._end_window(state, name)
             if node.slow and not member.is_saved:
                 saved = node._replace(slow=False, disk=(*node.disk, member.fact))
                 yield self._call(self._with(state, name, saved), name, "saved")
@@ -179,12 +240,15 @@ class Space:
         if member is None or (message.seat.name, to) == state.cut:
             return True
         fact = member.fact
+        if isinstance(message, ArrivalReport):
+            return state.nodes[to].meeting is None and state.nodes[to].rules is None
         if fact is None or isinstance(message, Hello):
             return False
+        here = fact.session, fact.turn
         if isinstance(message, Decide | Welcome):
-            old = message.fact.turn <= fact.turn
+            old = (message.fact.session, message.fact.turn) <= here
             return old and (isinstance(message, Decide) or member.seated)
-        return message.turn <= fact.turn
+        return (message.session, message.turn) <= here
 
     def _may_end_window(self, member: IslandMember) -> bool:
         fact = member.fact
@@ -194,7 +258,7 @@ class Space:
 
     def _faults(self, state: State, name: int, node: Node) -> Iterator[State]:
         used = state._replace(used=True)
-        if self.fault == "kill":
+        if self.fault in ("kill", LONE):
             yield self._with(used, name, node._replace(member=None))
         elif self.fault == "jump":
             yield self._call(used, name, "grace_over")
@@ -208,12 +272,81 @@ class Space:
                     yield used._replace(cut=(name, to))
 
     def _restarts(self, state: State, name: int, node: Node) -> Iterator[State]:
+        if node.boot == DEAD:
+            return
         for disk in {node.disk, node.disk[:-1], ()}:
             seat = Seat(name, node.boot + 1)
             member = IslandMember(seat, disk[-1] if disk else None, self.names, SAMPLES)
             weights = disk[-1].weights if disk else ""
             new = node._replace(member=member, disk=disk, boot=seat.boot, weights=weights)
-            yield self._call(self._with(state, name, new), name, "greet")
+            yield self._greet(self._with(state, name, self._with_report(new)), name)
+
+    def _with_report(self, node: Node) -> Node:
+        """Return a process without a seat, with what it reports of its disk."""
+        member, rules = node.member, None
+        assert member is not None
+        if rules := _rules_of(member):
+            return node._replace(meeting=None, rules=rules)
+        report = ArrivalReport(member.seat, node.disk[-1] if node.disk else None, "w")
+        count = sum(not committed_turn.is_witness(name) for name in self.names)
+        return node._replace(meeting=SessionMeeting(report, count), rules=None)
+
+    def _greet(self, state: State, name: int) -> State:
+        """Ask for a seat; report what the disk holds, and start a session if all are there."""
+        state = self._call(state, name, "greet")
+        node = state.nodes[name]
+        member, meeting = node.member, node.meeting
+        assert member is not None
+        if member.seated or (meeting is node.rules is None):
+            return state
+        actions: list[Any] = []
+        if node.rules is not None:
+            report = node.rules.report(member)
+        else:
+            assert meeting is not None
+            member, meeting = clone(member), clone_meeting(meeting)
+            meeting.begin(member)
+            actions, member.actions, report = member.actions, [], meeting.own
+        others = tuple(other for other in self.names if other != name)
+        node = node._replace(member=member, meeting=meeting)
+        return self._finish(state, name, node, [Send(others, report), *actions])
+
+    def _end_window(self, state: State, name: int) -> State:
+        """What a driver does after some seconds without news."""
+        node = state.nodes[name]
+        member, rules = node.member, node.rules
+        assert member is not None
+        if rules is None:
+            if member.fact is None or not member.seated:
+                return self._greet(state, name)
+            return self._call(state, name, "grace_over")
+        if rules.must_restart(member, is_late=False):
+            seat = node.boot + 1
+            new = node._replace(member=member.restarted(seat, self.names), boot=seat)
+            return self._greet(self._with(state, name, new), name)
+        if not member.seated:
+            return self._greet(state, name)
+        return self._call(state, name, "grace_over") if rules.may_decide(member) else state
+
+    def _receive(self, state: State, name: int, message: Message | ArrivalReport) -> State:
+        node = state.nodes[name]
+        if not isinstance(message, ArrivalReport):
+            return self._call(state, name, "receive", message)
+        assert node.member is not None
+        member, actions, meeting, rules = clone(node.member), [], node.meeting, node.rules
+        if rules is not None:
+            rules = clone_rules(rules)
+            is_new = rules.add(message)
+        elif meeting is not None:
+            meeting = clone_meeting(meeting)
+            is_new = meeting.add(message)
+            meeting.begin(member)
+            actions, member.actions = member.actions, []
+        else:
+            return state
+        node = node._replace(member=member, meeting=meeting, rules=rules)
+        state = self._finish(state, name, node, actions)
+        return self._greet(state, name) if is_new and not member.seated else state
 
     def _call(self, state: State, name: int, event: str, *arguments: Any) -> State:
         node = state.nodes[name]
@@ -247,7 +380,16 @@ class Space:
                 member.merged(action.ballot, weights)
             elif isinstance(action, Apply):
                 fact = action.fact
-                facts = self._check_applied(facts, votes, fact)
+                facts = self._check_applied(state, facts, votes, fact)
+                if node.rules is not None:
+                    node = node._replace(rules=clone_rules(node.rules))
+                    node.rules.note_turn(fact, is_seated=action.train)
+                elif action.train:
+                    node = node._replace(meeting=None)
+                if self.fault == LONE and action.heal and not self._has_weights(node, fact):
+                    if action.train:
+                        raise Violation(f"member {name} has a seat, and nobody has the weights")
+                    continue
                 if not action.heal and fact.weights != self._merge(fact, node.weights):
                     raise Violation(f"member {name} goes on with weights of nobody")
                 node = node._replace(weights=fact.weights)
@@ -258,23 +400,35 @@ class Space:
                     member.trained(f"{fact.turn}.{name}", name + 1, SAMPLES)
             actions += member.actions
             member.actions = []
-        node = node._replace(key=hash((member_key(member), node[1], node[3:6], len(node.disk))))
+        node = node._replace(key=node_key(node))
         nodes = (*state.nodes[:name], node, *state.nodes[name + 1 :])
         return State(nodes, frozenset(sent), state.used, state.cut, facts, votes)
+
+    def _has_weights(self, node: Node, fact: CommittedTurn) -> bool:
+        """Return whether a process of the lone island has the weights of a turn, or none is needed."""
+        kept = {node.weights, *(one.weights for one in node.disk)}
+        return node.rules is not None or not fact.round or fact.weights in kept
 
     def _merge(self, fact: CommittedTurn, weights: str) -> str:
         """Return the weights that a fact's changes make of these; a discarded turn keeps them."""
         before = self.turns[self.parents[fact.digest]]
         changes = tuple(
-            TurnProposal(seat, f"{before.turn}.{seat.name}", seat.name + 1, SAMPLES)
-            for seat in before.seats
-            if seat.name in fact.committers
+            self._change(seat, before.turn) for seat in before.seats if seat.name in fact.committers
         )
         return merge_hash(weights, changes) if changes else weights
 
     def _check_applied(
-        self, facts: tuple[str, ...], votes: frozenset[tuple[Any, ...]], fact: CommittedTurn
+        self,
+        state: State,
+        facts: tuple[str, ...],
+        votes: frozenset[tuple[Any, ...]],
+        fact: CommittedTurn,
     ) -> tuple[str, ...]:
+        last = self.turns[facts[-1]]
+        if fact.session < last.session:
+            raise Violation(f"session {fact.session} goes on beside a later one")
+        if fact.session > last.session:
+            return self._check_start(state, facts, fact)
         if fact.turn < len(facts):
             if facts[fact.turn] != fact.digest:
                 raise Violation(f"two histories: turn {fact.turn}")
@@ -299,10 +453,63 @@ class Space:
             raise Violation(f"turn {fact.turn}: the weights are not the merge of the committers")
         return (*facts, fact.digest)
 
+    def _check_start(
+        self, state: State, facts: tuple[str, ...], fact: CommittedTurn
+    ) -> tuple[str, ...]:
+        """A session starts from the newest turn on a disk of its members."""
+        held = [node.disk[-1] for node in state.nodes if node.rules is None and node.disk]
+        newest = max(held, key=lambda one: (one.session, one.turn), default=None)
+        if newest is None or (fact.turn, fact.weights) != (newest.turn + 1, newest.weights):
+            raise Violation(f"a session starts from round {fact.round}")
+        self.turns[fact.digest], self.parents[fact.digest] = fact, newest.digest
+        return (*facts[: fact.turn], fact.digest)
+
     def _with(self, state: State, name: int, node: Node) -> State:
-        key = None if node.member is None else member_key(node.member)
-        node = node._replace(key=hash((key, node[1], node[3:6], len(node.disk))))
+        node = node._replace(key=node_key(node))
         return state._replace(nodes=(*state.nodes[:name], node, *state.nodes[name + 1 :]))
+
+
+def _reaching(goals: set[int], edges: list[tuple[int, int]]) -> set[int]:
+    """Return the states from which a goal can be reached."""
+    before: dict[int, list[int]] = {}
+    for first, then in edges:
+        before.setdefault(then, []).append(first)
+    found, stack = set(goals), [*goals]
+    while stack:
+        for state in before.get(stack.pop(), ()):
+            if state not in found:
+                found.add(state)
+                stack.append(state)
+    return found
+
+
+def _rules_of(member: IslandMember) -> WitnessSeat | None:
+    return WitnessSeat() if member.is_witness else None
+
+
+def node_key(node: Node) -> int:
+    """Return what tells a process's states apart."""
+    key = None if node.member is None else member_key(node.member)
+    reports: tuple[Any, ...] = ()
+    if node.meeting is not None:
+        reports = tuple(node.meeting.arrivals[name] for name in sorted(node.meeting.arrivals))
+    elif node.rules is not None:
+        rules = node.rules
+        told = tuple(rules.arrivals[name] for name in sorted(rules.arrivals))
+        reports = (*told, rules.was_seated, rules.mergers, rules.weights)
+    return hash((key, node[1], node[3:6], len(node.disk), reports))
+
+
+def clone_meeting(meeting: SessionMeeting) -> SessionMeeting:
+    new = copy.copy(meeting)
+    new.arrivals = meeting.arrivals.copy()
+    return new
+
+
+def clone_rules(rules: WitnessSeat) -> WitnessSeat:
+    new = copy.copy(rules)
+    new.arrivals = rules.arrivals.copy()
+    return new
 
 
 def clone(member: IslandMember) -> IslandMember:
@@ -360,9 +567,9 @@ def explore(
     """Explore the space of one fault; raise Violation with the state that breaks a promise.
 
     Args:
-        witness: the last of the names is one.
+        witness: the last of the names is one; of `LONE` it always is.
     """
-    first = names - 1 if witness else committed_turn.FIRST_WITNESS
+    first = names - 1 if witness or fault == LONE else committed_turn.FIRST_WITNESS
     with patch.object(committed_turn, "FIRST_WITNESS", first):
         space = Space(fault, names, rounds)
         space.explore(most)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shoal.islands.changing import grace_windows
-from shoal.islands.changing.grace_windows import GraceWindow, list_missing, needs_common_start
+from shoal.islands.changing.grace_windows import GraceWindow, list_missing
 from shoal.islands.membership.committed_turn import Seat, TurnProposal, start_session
 from shoal.islands.membership.island_member import IslandMember
+from shoal.islands.membership.session_meeting import needs_common_start
 from shoal.islands.membership.turn_messages import Hello, Propose
 from shoal.islands.peer_deadline import PeerDeadline
 
@@ -105,8 +106,8 @@ def test_too_few_members_wait_for_one_that_asks(clock: Clock) -> None:
 def test_a_common_start_is_for_those_that_no_vote_helps() -> None:
     """Of three, one that never restarted is too few for a ballot; of two, one is enough."""
     member = IslandMember(SEATS[0], FACT, (0, 1, 2), 4)
-    assert needs_common_start(member, {1, 2}, Links({1, 2}, {1, 2}))  # type: ignore[arg-type]
-    assert not needs_common_start(member, {1, 2}, Links({1, 2}, {1}))  # type: ignore[arg-type]
+    assert needs_common_start(member, {1, 2}, Links({1, 2}, {1, 2}))
+    assert not needs_common_start(member, {1, 2}, Links({1, 2}, {1}))
     two = start_session(0, None, SEATS[:2], 4)
     left = IslandMember(SEATS[0], two, (0, 1), 4)
-    assert not needs_common_start(left, {1}, Links({1}, {1}))  # type: ignore[arg-type]
+    assert not needs_common_start(left, {1}, Links({1}, {1}))

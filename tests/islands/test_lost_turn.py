@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shoal.base.errors import CheckpointError
 from shoal.islands.changing.member_driver import ARRIVAL
 from shoal.islands.changing.turn_records import AppliedTurn
 from shoal.islands.changing.witness import WINDOW_S, Witness
@@ -20,7 +21,7 @@ from shoal.islands.membership.committed_turn import (
     commit_turn,
     start_session,
 )
-from shoal.islands.membership.message_json import encode_message
+from shoal.islands.membership.message_json import decode_message, encode_message
 from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
 from shoal.islands.membership.turn_messages import Hello, Prepare, Welcome
 from shoal.trainer.islands.member_rounds import MemberRounds
@@ -108,7 +109,9 @@ def test_a_witness_gives_up_its_seat_for_a_turn_that_no_disk_has(
     witness._greeted_s = 0.0
     witness._watch()
     (report,) = [message[1] for message in sent(witness) if message[0] == ARRIVAL]
-    assert report == encode_message(ArrivalReport(Seat(FIRST_WITNESS, 2), None, "", LOST))
+    found = decode_message(report)
+    assert found[:4] == (Seat(FIRST_WITNESS, 2), None, "", LOST)
+    assert AGAIN in found.heard
 
 
 def test_a_witness_decides_for_an_island_whose_disk_has_the_turn() -> None:
@@ -144,36 +147,92 @@ def test_a_turn_without_a_merge_has_the_weights_of_the_one_before() -> None:
     assert witness.member.seat == Seat(FIRST_WITNESS, 2)
 
 
+def meeting_with_witness(held: CommittedTurn | None, known: CommittedTurn) -> SessionMeeting:
+    """What island 0 knows once it and a witness have heard each other."""
+    meeting = SessionMeeting(ArrivalReport(AGAIN, held, "w"), 2)
+    witness = Seat(FIRST_WITNESS, 2)
+    meeting.add(ArrivalReport(witness, None, "", known, (AGAIN, witness)))
+    return meeting
+
+
 def test_islands_start_from_the_newest_disk_with_the_seats_of_the_lost_turn() -> None:
     """Island 1, which had a seat in the turn on the disk, is not awaited."""
-    meeting = SessionMeeting(ArrivalReport(AGAIN, HELD, "w"), 2)
-    assert meeting.missing() == (1, FIRST_WITNESS)
-    meeting.add(ArrivalReport(Seat(FIRST_WITNESS, 2), None, "", LOST))
+    alone = SessionMeeting(ArrivalReport(AGAIN, HELD, "w"), 2)
+    assert alone.missing() == (1, FIRST_WITNESS)
+    meeting = meeting_with_witness(HELD, LOST)
     assert meeting.find_lost() == LOST
     assert meeting.missing() == ()
     fact = meeting.start(4)
     assert fact is not None
-    assert (fact.session, fact.round, fact.weights) == (1, HELD.round, "on disk")
+    assert (fact.round, fact.weights) == (HELD.round, "on disk")
     assert fact.seats == (AGAIN, Seat(FIRST_WITNESS, 2))
+
+
+def test_an_emptied_disk_is_no_lost_turn() -> None:
+    """Each vote waits for the disk; so the disk was set back, and island 1 has more on its own."""
+    meeting = meeting_with_witness(None, LOST)
+    assert meeting.missing() == (1,)
+    assert meeting.start(4) is None
+    meeting.add(ArrivalReport(Seat(1, 2), HELD, "w"))
+    assert meeting.missing() == ()
 
 
 @pytest.mark.parametrize(
     ("held", "known"), [(LOST, HELD), (LOST, LOST), (HELD._replace(session=4), LOST)]
 )
 def test_no_turn_is_lost_that_a_disk_has(held: CommittedTurn, known: CommittedTurn) -> None:
-    meeting = SessionMeeting(ArrivalReport(AGAIN, held, "w"), 2)
-    meeting.add(ArrivalReport(Seat(FIRST_WITNESS, 2), None, "", known))
+    assert meeting_with_witness(held, known).find_lost() is None
+
+
+def test_a_turn_without_a_merge_is_not_lost() -> None:
+    """Its weights are on the disk; its seats are the ones that must meet."""
+    none = commit_turn(HELD, (), HELD.weights, (FIRST, THIRD), 4)
+    meeting = meeting_with_witness(HELD, none)
     assert meeting.find_lost() is None
+    assert meeting.missing() == ()
 
 
-def test_a_lost_start_of_a_session_has_a_number_of_its_own() -> None:
-    """A session whose first turn is on no disk: a later one must not have its number."""
-    first = start_session(7, HELD, (FIRST, THIRD), 4)
-    meeting = SessionMeeting(ArrivalReport(AGAIN, HELD, "w"), 2)
-    meeting.add(ArrivalReport(Seat(FIRST_WITNESS, 2), None, "", first))
-    fact = meeting.start(4)
-    assert fact is not None
-    assert fact.session == 8
+def checkpoints_in(folder: Path, *, is_first: bool = True) -> MemberCheckpoints:
+    recorder = SimpleNamespace(folder=folder, cut=lambda rows: None)
+    run: Any = SimpleNamespace(recorder=recorder, stop_wanted=False)
+    joined: Any = SimpleNamespace(policy=SimpleNamespace(period=2))
+    ranks: Any = SimpleNamespace(is_first=is_first, broadcast_json=lambda found: found)
+    return MemberCheckpoints(run, joined, ranks, 60.0)
+
+
+def test_a_turn_without_a_merge_is_on_the_disk_before_a_vote(tmp_path: Path) -> None:
+    """Else island 0, dead and back, would decide alone, as the turn of its checkpoint says.
+
+    Islands 1 and 2 joined it in turns without a merge, and are two of three now.
+    """
+    alone = commit(START, "on disk", FIRST)._replace(seats=(FIRST,))
+    joined = commit_turn(alone._replace(dealt=alone.dealt[:1]), (), "on disk", (FIRST, SECOND), 4)
+    checkpoints = checkpoints_in(tmp_path)
+    assert checkpoints.find_later(alone) == alone
+    checkpoints.keep_turn(joined)
+    again = checkpoints_in(tmp_path)
+    assert again.find_later(alone) == joined
+    assert SessionMeeting(ArrivalReport(AGAIN, joined, "w"), 1).expected() == (0,)
+    assert SessionMeeting(ArrivalReport(AGAIN, joined, "w"), 2).missing() == (1,)
+    assert again.find_later(None) is None, "without the checkpoint its weights are lost"
+    merged = commit(joined._replace(seats=(FIRST, THIRD), dealt=joined.dealt[:2]), "later", FIRST)
+    assert again.find_later(merged) == merged, "a later checkpoint counts"
+    (tmp_path / "turn.json").write_text("{}")
+    assert again.find_later(alone) == alone
+    checkpoints_in(tmp_path, is_first=False).keep_turn(joined)
+    assert again.find_later(alone) == alone, "the first rank writes it for all"
+
+
+def test_a_turn_before_the_first_merge_is_found_without_a_checkpoint(tmp_path: Path) -> None:
+    checkpoints = checkpoints_in(tmp_path)
+    assert checkpoints.restore_newest(lambda *event, **given: None) is None
+    checkpoints.keep_turn(START)
+    assert checkpoints_in(tmp_path).restore_newest(lambda *event, **given: None) == START
+
+
+def test_a_disk_that_takes_no_turn_ends_the_island(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="so this island may not vote; try: mend that"):
+        checkpoints_in(tmp_path / "missing").keep_turn(START)
 
 
 def test_a_vain_wait_for_weights_ends_when_the_members_go_on(tmp_path: Path) -> None:

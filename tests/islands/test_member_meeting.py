@@ -21,7 +21,11 @@ from shoal.islands.membership.committed_turn import (
     start_session,
 )
 from shoal.islands.membership.message_json import decode_message, encode_message
-from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
+from shoal.islands.membership.session_meeting import (
+    ArrivalReport,
+    SessionMeeting,
+    number_session,
+)
 from shoal.islands.membership.turn_messages import Offer, Promise
 from shoal.view.members.island_members import collect_members, member_lines
 
@@ -53,17 +57,28 @@ def test_messages_survive_json_with_their_digests() -> None:
             decode_message(wrong)
 
 
+def meet(*meetings: SessionMeeting) -> None:
+    """Deliver each one's report to all others, until all have heard all."""
+    for _ in range(2):
+        for one in meetings:
+            for other in meetings:
+                other.add(one.own)
+
+
 def test_a_new_run_waits_for_all_and_one_of_them_starts_it() -> None:
     meetings = [SessionMeeting(ArrivalReport(seat, None, "w"), 3) for seat in SEATS]
-    for meeting in meetings:
-        meeting.add(ArrivalReport(SEATS[0], None, "w"))
-        meeting.add(ArrivalReport(SEATS[1], None, "w"))
-        assert meeting.start(4) is None or meeting is meetings[2]
+    meet(*meetings[:2])
+    assert [one.start(4) for one in meetings] == [None] * 3
     assert meetings[1].missing() == (2,)
-    meetings[0].add(ArrivalReport(SEATS[2], None, "w"))
-    meetings[1].add(ArrivalReport(SEATS[2], None, "w"))
+    meetings[0].add(meetings[2].own)
+    assert meetings[0].missing() == ()
+    assert meetings[0].start(4) is None, "island 1 may have a seat by now: it has not heard of 2"
+    assert meetings[0].find_unheard() == ((1, 2), (2, 0), (2, 1))
+    meet(*meetings)
     assert meetings[1].start(4) is None
-    assert meetings[0].start(4) == start_session(0, None, SEATS, 4)
+    fact = meetings[0].start(4)
+    assert fact is not None
+    assert fact == start_session(fact.session, None, SEATS, 4)
 
 
 def test_a_resume_waits_for_the_members_of_the_newest_turn_alone() -> None:
@@ -72,19 +87,53 @@ def test_a_resume_waits_for_the_members_of_the_newest_turn_alone() -> None:
     again = [Seat(name, 2) for name in range(3)]
     meeting = SessionMeeting(ArrivalReport(again[0], newest, "w"), 3)
     assert meeting.missing() == (2,)
-    meeting.add(ArrivalReport(again[2], old, "w"))
+    meet(meeting, SessionMeeting(ArrivalReport(again[2], old, "w"), 3))
     fact = meeting.start(4)
     assert fact is not None
-    assert (fact.session, fact.round, fact.weights, fact.names()) == (1, 1, "w", (0, 2))
+    assert (fact.round, fact.weights, fact.names()) == (1, "w", (0, 2))
+    assert fact.session > newest.session
     assert fact.dealt[0] == newest.dealt[0], "nobody used them"
     third = (*SEATS[:2], Seat(FIRST_WITNESS, 1))
     held = start_session(0, None, third, 4)
     meeting = SessionMeeting(ArrivalReport(again[0], held, "w"), 3)
     assert meeting.missing() == (1, FIRST_WITNESS), "it may decide turns with others"
-    meeting.add(ArrivalReport(third[2], None, ""))
+    meeting.add(ArrivalReport(Seat(FIRST_WITNESS, 2), None, ""))
     assert meeting.find_unequal_starts() == ()
     fewer = SessionMeeting(ArrivalReport(again[0], newest, "w"), 1)
     assert fewer.expected() == (0,), "a user who starts one island leaves the other out"
+
+
+def test_a_process_that_got_a_seat_does_not_count_as_arrived() -> None:
+    """Island 2 arrived, and then began a session with others; its report is still here."""
+    again = [Seat(name, 2) for name in range(3)]
+    meeting = SessionMeeting(ArrivalReport(again[0], turn_without(1), "w"), 3)
+    meet(meeting, SessionMeeting(ArrivalReport(again[2], turn_without(1), "w"), 3))
+    assert meeting.missing() == ()
+    running = start_session(1, turn_without(1), [again[2], Seat(4, 1)], 4)
+    meeting.know(running)
+    assert meeting.expected() == (2,), "of island 4 nobody was told to wait"
+    assert meeting.missing() == (2,)
+    assert meeting.start(4) is None
+
+
+def test_a_late_report_does_not_replace_a_later_one() -> None:
+    again = [Seat(name, 2) for name in range(3)]
+    meeting = SessionMeeting(ArrivalReport(again[0], None, "w"), 2)
+    other = SessionMeeting(ArrivalReport(again[1], None, "w"), 2)
+    early = other.own
+    other.hold(turn_without(2))
+    assert meeting.add(other.own)
+    assert not meeting.add(early)
+    assert not meeting.add(early._replace(seat=SEATS[1], held=None))
+    assert meeting.newest() == turn_without(2)
+
+
+def test_no_session_has_the_number_of_another_one() -> None:
+    """A session that ended before a disk had it is unknown to all."""
+    numbers = [number_session(-1, Seat(name, boot)) for name in range(3) for boot in (1, 2)]
+    assert len({*numbers}) == 6
+    assert all(number_session(10**20, Seat(0, boot)) > 10**20 for boot in (1, 2))
+    assert number_session(5, Seat(0, 3)) < number_session(5, Seat(0, 4)), "the clock orders them"
 
 
 @pytest.mark.parametrize("method", METHODS)

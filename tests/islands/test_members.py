@@ -155,6 +155,17 @@ def test_all_interleavings_around_a_late_disk_keep_the_promises() -> None:
     assert space.states > 1000
 
 
+def test_a_lone_island_and_a_witness_go_on_after_any_death() -> None:
+    """Every state leads to an end, but for a disk that was set back: then the other is awaited."""
+    space = explore("lone", rounds=1)
+    assert space.whole
+    assert space.finished
+    assert space.states > 1000
+    for bug in ("a witness keeps its seat", "only turns on disks are known"):
+        with planted(bug), pytest.raises(Violation, match="nobody goes on"):
+            explore("lone", rounds=1)
+
+
 def test_an_enumeration_finds_a_majority_without_a_chair() -> None:
     with planted("a majority decides without a chair"), pytest.raises(Violation):
         explore("cut", rounds=1, most=1000)

@@ -6,7 +6,7 @@
     witness  a tenth as many rounds of 2 or 3 members and a witness
     bugs     each planted bug, and the rounds until a world finds it
     space    all interleavings of 3 members × 2 rounds × 1 fault, and of 2 and a witness, up to so
-             many states in all
+             many states in all; and of an island and a witness that the other island left
 
 Seconds are of this process's CPU. What was measured stands in proof/results/protocol.json.
 """
@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "islands"))
 
 from member_bugs import BUGS, draw_world, find_bug  # noqa: E402
-from member_space import FAULTS, explore  # noqa: E402
+from member_space import FAULTS, LONE, Space, explore  # noqa: E402
 
 TARGET = HERE.parents[1] / "proof" / "results" / "protocol.json"
 ROUNDS, MOST_ROUNDS = 50, 10_000
@@ -50,7 +50,7 @@ def _run_drawn(most: int, *, witness: bool) -> dict[str, Any]:
             rounds += world.run(ROUNDS)
         except Exception as found:
             raise SystemExit(f"seed {seed}: {found}") from found
-        events, sessions, seed = events + world.events, sessions + world.session, seed + 1
+        events, sessions, seed = events + world.events, sessions + world.sessions, seed + 1
     return {"rounds": rounds, "worlds": seed, "events": events, "meetings": sessions}
 
 
@@ -67,13 +67,17 @@ def run_bugs(settings: argparse.Namespace) -> dict[str, Any]:
 def run_space(settings: argparse.Namespace) -> dict[str, Any]:
     """Explore the space of each fault; a violation ends the program."""
     found: dict[str, Any] = {}
+
+    def note(name: str, space: Space) -> None:
+        found[name] = {"states": space.states, "whole": space.whole, "ends": space.finished}
+        print(f"{name}: {found[name]}", flush=True)
+
     for fault in FAULTS:
         for witness in (False, True):
             most = settings.states // len(FAULTS) // (4 if witness else 1)
-            space = explore(fault, most=most, witness=witness)
             name = f"{fault}, with a witness" if witness else fault
-            found[name] = {"states": space.states, "whole": space.whole, "ends": space.finished}
-            print(f"{name}: {found[name]}", flush=True)
+            note(name, explore(fault, most=most, witness=witness))
+    note("kill, an island and a witness", explore(LONE, rounds=3))
     return {"states": sum(one["states"] for one in found.values()), "by_fault": found}
 
 

@@ -15,6 +15,7 @@ Source: torch.distributed.TCPStore, `master_listen_fd`.
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Callable
@@ -130,6 +131,58 @@ def parse_address(at: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"islands.at = {at}: not HOST:PORT; try: {host or at}:29400")
     return host, int(port)
+
+
+def listen_at(at: str, tell: Callable[[str], None] | None) -> socket.socket:
+    """Return the listening socket of an address.
+
+    The others may know this machine by the address of its router, which it cannot bind. Then all
+    interfaces of the machine count.
+
+    Args:
+        tell: called with a line if all interfaces count; None: without keys only `at` counts.
+
+    Raises:
+        ClusterError: this process cannot listen there.
+    """
+    host, port = parse_address(at)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        try:
+            return socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as failure:
+            if failure.errno != errno.EADDRNOTAVAIL or tell is None:
+                raise
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else family
+        found = socket.create_server(
+            ("", port), family=family, backlog=BACKLOG, dualstack_ipv6=both
+        )
+        tell(
+            f"islands.at: {host} is no address of this machine, so it listens at port {port} of "
+            f"all its interfaces; the router must forward port {port} to it"
+        )
+        return found
+    except OSError as failure:
+        raise ClusterError(_explain_deaf(at, failure)) from failure
+
+
+def _explain_deaf(at: str, failure: OSError) -> str:
+    """Return why a process cannot listen at its address, and the way on."""
+    host, port = parse_address(at)
+    other = f"[{host}]" if ":" in host else host
+    why, near = failure.strerror, "an address of this machine (ip addr), and a free port"
+    if failure.errno == errno.EADDRINUSE:
+        why = "another program has that port, maybe an island that still runs"
+        near = f"end it, or {other}:{port + 1} in islands.at of this island alone"
+    elif failure.errno == errno.EACCES:
+        near = f"a port above 1023, as {other}:29400"
+    elif isinstance(failure, socket.gaierror):
+        near = f"a name that this machine can look up, or its address, as 10.0.0.1:{port}"
+    elif failure.errno == errno.EADDRNOTAVAIL:
+        why = f"{host} is no address of this machine"
+        near += "; behind a router: islands.key and islands.keys"
+    return f"islands.at: this island cannot listen at {at}: {why}; try: {near}"
 
 
 def local_address(host: str) -> str:

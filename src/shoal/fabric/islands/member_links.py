@@ -19,20 +19,20 @@ Source: failure detectors by heartbeat, Chandra and Toueg 1996. Beats accuse; th
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import queue
 import re
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.errors import ConfigError
 from shoal.base.layouts.changing_members import rank_address
 from shoal.fabric.islands.idle_connections import IdleConnections
-from shoal.fabric.islands.island_rendezvous import parse_address
+from shoal.fabric.islands.island_rendezvous import listen_at, parse_address
 from shoal.wire.authenticated_server import AuthenticatedServer, Peer
 from shoal.wire.authenticated_stream import AuthenticatedConnection
 from shoal.wire.encrypted_socket import (
@@ -45,7 +45,8 @@ from shoal.wire.member_keys import NAMELESS, MemberKeys
 
 BEAT_S, CONNECT_S, ANSWER_S = 0.5, 3.0, 10.0
 PIECE_BYTES = 1 << 20
-BACKLOG = 64
+STALE_S = 10.0
+"""Age from which a message is not sent any more: of an hour's messages the last ones count."""
 MOST_LINES = 50
 """Most different lines about refused connections: a stranger may come from many addresses."""
 PLACE = re.compile(r"^(island \d+) at \S+")
@@ -96,7 +97,7 @@ class MemberLinks:
         self._idle = IdleConnections(
             lambda name, line: not self.find_problem(name, line.connection)
         )
-        listener = _listen(addresses[name], tell if keys else None)
+        listener = listen_at(addresses[name], tell if keys else None)
         self._server = _MemberServer(self, listener, on_message, provide, tell)
         self._lines: dict[int, _PeerLine] = {}
         for other in self.addresses.keys() - {name}:
@@ -111,7 +112,7 @@ class MemberLinks:
         """Send a message to members; one whose address is unknown gets none."""
         for name in names:
             if name != self.name and name in self.addresses:
-                self._line(name).outbox.put(message)
+                self._line(name).outbox.put((time.monotonic(), message))
 
     def gone(self, seats: Iterable[tuple[int, int]]) -> set[int]:
         """Return those of (number, start of its process) whose process is dead."""
@@ -128,6 +129,16 @@ class MemberLinks:
     def refusing(self) -> set[int]:
         """Return the members that refuse this one's key; their processes live."""
         return {name for name, line in self._lines.copy().items() if line.is_refused}
+
+    def answering(self) -> set[int]:
+        """Return the members that answered this one's last message."""
+        lines = self._lines.copy().items()
+        return {n for n, one in lines if one.boot >= 0 and not (one.is_gone or one.is_silent)}
+
+    def is_unreached(self, name: int) -> bool:
+        """Return whether this process could not connect to a member when it last tried."""
+        line = self._lines.get(name)
+        return line is not None and (line.is_gone or line.is_silent)
 
     def is_removed(self, name: int) -> bool:
         """Return whether the key of a member was taken out of the list."""
@@ -282,8 +293,8 @@ class _PeerLine:
 
     def __init__(self, links: MemberLinks, name: int) -> None:
         self.links, self.name, self.address = links, name, links.addresses[name]
-        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.is_gone, self.is_refused, self.boot = False, False, -1
+        self.outbox: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
+        self.is_gone, self.is_refused, self.is_silent, self.boot = False, False, False, -1
         self._closed = threading.Event()
         self._connection: AuthenticatedConnection | None = None
         self.thread = threading.Thread(target=self._run, name=f"island-{name}", daemon=True)
@@ -291,13 +302,15 @@ class _PeerLine:
 
     def close(self) -> None:
         self._closed.set()
-        self.outbox.put(None)
+        self.outbox.put((0.0, None))
 
     def _run(self) -> None:
         while True:
             message = None
             with contextlib.suppress(queue.Empty):
-                message = self.outbox.get(timeout=BEAT_S)
+                sent_s, message = self.outbox.get(timeout=BEAT_S)
+                if message is not None and time.monotonic() - sent_s > STALE_S:
+                    continue  # the member was not reached meanwhile
             if message is None and self._closed.is_set():
                 break
             self._deliver(message)
@@ -317,7 +330,7 @@ class _PeerLine:
                 if isinstance(answer, str):
                     raise OwnKeyRefusedError(f"island {self.name} at {self.address}: {answer}")
                 self.boot = max(self.boot, int(answer))
-                self.is_gone = self.is_refused = False
+                self.is_gone = self.is_refused = self.is_silent = False
                 if links.keys is not None:
                     links.keys.known_to.add(self.name)
                 return
@@ -334,6 +347,7 @@ class _PeerLine:
                 return
             except (OSError, ConfigError, ValueError, TypeError) as failure:
                 self._drop()  # silent, or a stranger: that is no proof of a dead process
+                self.is_silent = True
                 links.report(failure)
                 return
 
@@ -453,33 +467,3 @@ def _receive_pieces(
             raise InterruptedError(f"island {name}: {key} is not wanted any more")
         answer = line.ask(["piece", key, len(found)], ANSWER_S)
     return None
-
-
-def _listen(at: str, tell: Callable[[str], None] | None) -> socket.socket:
-    """Return the listening socket of an address.
-
-    The others may know this machine by the address of its router, which it cannot bind. Then all
-    interfaces of the machine count.
-
-    Args:
-        tell: called with a line if all interfaces count; None: without keys only `at` counts.
-    """
-    host, port = parse_address(at)
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        try:
-            return socket.create_server(address, family=family, backlog=BACKLOG)
-        except OSError as failure:
-            if failure.errno != errno.EADDRNOTAVAIL or tell is None:
-                raise
-        found = socket.create_server(("", port), family=family, backlog=BACKLOG)
-        tell(
-            f"islands.at: {host} is no address of this machine, so it listens at port {port} of "
-            f"all its interfaces; the router must forward port {port} to it"
-        )
-        return found
-    except OSError as failure:
-        raise ClusterError(
-            f"islands.at: this island cannot listen at {at}: {failure.strerror}; it must be a free "
-            f"port on an address of its own machine"
-        ) from failure

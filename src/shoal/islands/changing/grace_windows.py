@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 
 from shoal.fabric.islands.member_links import MemberLinks
-from shoal.islands.membership.committed_turn import CommittedTurn, promises_needed
+from shoal.islands.membership.committed_turn import CommittedTurn
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.turn_messages import ALL_VOTE
 from shoal.islands.peer_deadline import PeerDeadline
@@ -108,20 +108,6 @@ def list_missing(member: IslandMember, fact: CommittedTurn) -> set[int]:
     if not chair.voters:
         return set(chair.missing())
     return {seat.name for seat in chair.voters} - chair.votes - chair.objections
-
-
-def needs_common_start(member: IslandMember, awaited: set[int], links: MemberLinks) -> bool:
-    """Return whether only a common start helps: too few processes never restarted.
-
-    Args:
-        awaited: the members without which no vote is possible. All are there again, as new
-            processes, if only a start of all helps.
-    """
-    fact = member.fact
-    if fact is None or not (member.seated and member.is_saved):
-        return False
-    steady = len(fact.seats) - len(links.gone(fact.seats))
-    return awaited <= links.restarted(fact.seats) and steady < promises_needed(len(fact.seats))
 
 
 def _retry_s(member: IslandMember) -> float:

@@ -67,6 +67,30 @@ def list_unreachable(member: IslandMember, links: MemberLinks) -> tuple[int, ...
     return () if decides else tuple(sorted(lost))
 
 
+def explain_start(
+    missing: Iterable[int], unheard: Iterable[tuple[int, int]], answering: set[int], own: str
+) -> str:
+    """Return why a start waits for members that are alive; "" if none is known to be.
+
+    Args:
+        missing: names that did not arrive.
+        unheard: of those that arrived, who has not heard which other.
+        answering: members that answer this process · own: its address.
+
+    >>> explain_start((), [(1, 2)], set(), "10.0.0.1:29400")
+    'island 1 hears nothing of island 2; try: open the port of island 1 (router, firewall)'
+    """
+    if deaf := answering.intersection(missing):
+        return (
+            f"{name_members(deaf)} can be reached from here, and nothing arrives at {own}; try: "
+            f"forward that TCP port to this machine (router, firewall)"
+        )
+    for pair in unheard:
+        one, other = (name_members([name]) for name in pair)
+        return f"{one} hears nothing of {other}; try: open the port of {one} (router, firewall)"
+    return ""
+
+
 def explain_shortage(member: IslandMember) -> str:
     """Return why the members that are left may not go on."""
     trainers = member.fact.trainers() if member.fact is not None else ()

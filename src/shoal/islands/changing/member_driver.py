@@ -20,12 +20,13 @@ from typing import Any
 from shoal.base.errors import ClusterError, ConfigError, ShoalError
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.changing.change_store import KEY
-from shoal.islands.changing.grace_windows import GraceWindow, needs_common_start
+from shoal.islands.changing.grace_windows import GraceWindow
 from shoal.islands.changing.lost_members import (
     describe_absent,
     describe_left_out,
     describe_wait,
     explain_shortage,
+    explain_start,
     list_unreachable,
 )
 from shoal.islands.changing.rank_merges import RankMerges
@@ -33,13 +34,16 @@ from shoal.islands.changing.turn_records import AppliedTurn, OfferedChange, join
 from shoal.islands.membership.committed_turn import CommittedTurn, Seat, is_witness, name_members
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.message_json import decode_message, encode_message
-from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
+from shoal.islands.membership.session_meeting import (
+    ArrivalReport,
+    SessionMeeting,
+    needs_common_start,
+)
 from shoal.islands.membership.turn_messages import (
     ALL_VOTE,
     Action,
     Apply,
     Await,
-    Decide,
     Hello,
     Merge,
     Message,
@@ -88,7 +92,7 @@ class MemberDriver:
     ) -> None:
         self.member, self.merges, self.patience = member, merges, patience
         self.meeting: SessionMeeting | None = SessionMeeting(arrival, count)
-        self._arrival, self._count = arrival, count
+        self._arrival, self._held, self._count = arrival, arrival.held, count
         self.wait_s, self.settings, self.describe = wait_s, settings, describe
         self.provide_state, self.tell = provide_state, tell
         self.is_healthy = True
@@ -221,6 +225,7 @@ class MemberDriver:
             if fact is not None and fact.weights == given[0].weights:
                 self.is_healthy = self.is_healthy or kind == "healed"
                 self.member.saved()
+                self._held = fact
                 if self.meeting is not None:
                     self.meeting.hold(fact)
                 if self._asked is not None:
@@ -251,6 +256,8 @@ class MemberDriver:
                 self.merges.fetch((message.proposal,), ALL_VOTE)  # a merge will need it
         elif isinstance(message, Offer):
             self.merges.fetch(message.proposals, message.ballot)
+        elif isinstance(message, Hello) and self.links.is_unreached(message.seat.name):
+            return  # it would get a seat, and hear of no turn; it asks again
         self.member.receive(message)
         if isinstance(message, Welcome):
             self._welcomed_s = time.monotonic()
@@ -260,23 +267,21 @@ class MemberDriver:
     def _on_arrival(self, arrival: ArrivalReport) -> None:
         if self.meeting is None:
             return
-        self.meeting.add(arrival)
+        if self.meeting.add(arrival):
+            self._report()
         apart = self.meeting.find_unequal_starts()
-        if apart and self.meeting.newest() is None:
+        newest = self.meeting.newest()
+        if apart and (newest is None or not newest.round):
             raise ConfigError(
                 f"{name_members(apart)}: the weights before round 1 are not those of island "
                 f"{self.member.seat.name}; try: the same model, seed and versions on all islands"
             )
-        fact = self.meeting.start(self.member.samples)
-        if fact is not None and not self.member.seated:
-            if self.meeting.find_lost() is not None:
-                self.tell(
-                    f"round {fact.round} had been merged, and its islands died before a disk had "
-                    f"it: it is trained again"
-                )
-            decision = Decide(self.member.seat, fact.session, fact.turn, fact)
-            self.member.receive(decision)
-            self._send(fact.names(), decision)
+        lost, fact = self.meeting.find_lost(), self.meeting.begin(self.member)
+        if fact is not None and lost is not None:
+            self.tell(
+                f"round {fact.round} had been merged, and its islands died before a disk had it: "
+                f"it is trained again"
+            )
 
     def _on_offer(self, fact: CommittedTurn, change: OfferedChange) -> None:
         if self.member.fact is not fact or not self.is_healthy:
@@ -341,6 +346,8 @@ class MemberDriver:
         self._newest = fact.session, fact.turn
         if action.train:
             self.meeting, self._had_seat = None, True
+        else:
+            self._welcomed_s = time.monotonic()  # others decide turns
         self.window.close(self.merges.merge.size_bytes, committed=bool(fact.committers))
         digest, merged = self.merges.apply(fact.weights if self.is_healthy else None)
         is_start = fact.round == 0 and not fact.weights
@@ -368,10 +375,10 @@ class MemberDriver:
         self._note_lost(list_unreachable(member, self.links), now_s)
         if self._awaits and now_s - self._waits_since_s > self.wait_s:
             raise ClusterError(describe_wait(self.member, self._awaits, self.wait_s))
-        if self._awaits and needs_common_start(member, set(self._awaits), self.links):
-            self._restart_member(member.fact)
-        elif fact is not None and self._is_superseded(fact):
-            self._restart_member(self._arrival.held)
+        if (self._awaits and needs_common_start(member, set(self._awaits), self.links)) or (
+            fact is not None and self._is_superseded(fact)
+        ):
+            self._restart_member()
         elif not member.seated or fact is None:
             if now_s - self._greeted_s > GREET_S:
                 self._greeted_s = now_s
@@ -399,31 +406,19 @@ class MemberDriver:
         self.links.boot = known.boot
         return True
 
-    def _restart_member(self, held: CommittedTurn | None) -> None:
-        """Become a process without a seat, as after a restart, and meet the others.
-
-        Args:
-            held: the newest turn on this process's disk.
-        """
-        old = self.member
-        seat = Seat(old.seat.name, self.links.restart())
-        peers = tuple(self.links.addresses)
-        self.member = IslandMember(seat, old.fact, peers, old.samples, least=old.least)
-        self.member.leaves = old.leaves
-        arrival = self._arrival._replace(seat=seat, held=held)
+    def _restart_member(self) -> None:
+        """Become a process without a seat, as after a restart, and meet the others."""
+        self.member = self.member.restarted(self.links.restart(), tuple(self.links.addresses))
+        arrival = self._arrival._replace(seat=self.member.seat, held=self._held)
         self.meeting = SessionMeeting(arrival, self._count)
         self.window.offered_s, self._awaits, self._waits_since_s = None, (), time.monotonic()
 
     def _greet(self) -> None:
-        """Ask for a seat in a running session; before one, say what this process holds.
-
-        A witness learns it in any case: it decides no turn for an island that lacks its weights.
-        """
-        is_running = time.monotonic() - self._welcomed_s < SESSION_S
-        if self.meeting is not None:
-            others = tuple(self.links.addresses)
-            to = tuple(filter(is_witness, others)) if is_running else others
-            self.links.send(to, [ARRIVAL, encode_message(self.meeting.own), self.settings])
+        """Ask for a seat in a running session; before one, start it if all are there."""
+        is_running = self._is_running()
+        if self.meeting is None and not (is_running or self.member.leaves):
+            self._restart_member()  # it lost its seat, and then the session ended
+        self._report()
         if not self.member.leaves:
             self.member.peers = tuple(self.links.addresses.keys() - {self.member.seat.name})
             self.member.greet()
@@ -431,8 +426,22 @@ class MemberDriver:
             self._awaits, self._waits_since_s = (), time.monotonic()
         elif self.meeting is not None:
             self._on_arrival(self.meeting.own)
-            self._awaits = self.meeting.missing()
+            missing, unheard = self.meeting.missing(), self.meeting.find_unheard()
+            self._awaits = missing or tuple(sorted({name for name, _ in unheard}))
             late = time.monotonic() - self._waits_since_s > TOLD_S
             if self._awaits and late and not self._is_wait_told:
                 self._is_wait_told = True
-                self.tell(f"waits for {name_members(self._awaits)}, at most {self.wait_s:g} s")
+                own, answering = self.links.addresses[self.links.name], self.links.answering()
+                why = explain_start(missing, () if missing else unheard, answering, own)
+                line = f"waits for {name_members(self._awaits)}, at most {self.wait_s:g} s"
+                self.tell(f"{line}; {why}" if why else line)
+
+    def _is_running(self) -> bool:
+        return time.monotonic() - self._welcomed_s < SESSION_S
+
+    def _report(self) -> None:
+        """Say what this process holds, and whom it has heard."""
+        if self.meeting is not None and not self.member.seated:
+            self.meeting.know(self.member.fact)
+            to = self.meeting.readers(self.links.addresses, is_running=self._is_running())
+            self.links.send(to, [ARRIVAL, encode_message(self.meeting.own), self.settings])

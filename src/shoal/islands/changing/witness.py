@@ -18,16 +18,11 @@ from typing import Any
 
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.changing.member_driver import ARRIVAL, DONE, REFUSE
-from shoal.islands.membership.committed_turn import (
-    CommittedTurn,
-    Seat,
-    name_members,
-    promises_needed,
-)
+from shoal.islands.membership.committed_turn import CommittedTurn, Seat, name_members
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.message_json import decode_message, encode_message
-from shoal.islands.membership.session_meeting import ArrivalReport
 from shoal.islands.membership.turn_messages import Apply, Send
+from shoal.islands.membership.witness_seat import WitnessSeat
 
 TICK_S, GREET_S = 0.1, 0.5
 WINDOW_S = 10.0
@@ -52,12 +47,9 @@ class Witness:
         self.tell = tell
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._done: set[int] = set()
-        self._arrivals: dict[int, ArrivalReport] = {}
-        self._mergers: set[int] | None = None
+        self.seat = WitnessSeat()
         self._moved_s = self._greeted_s = self._applied_s = time.monotonic()
         self._told: tuple[int, ...] = ()
-        self._weights = ""
-        self._is_seated = False
 
     def on_message(self, name: int, address: str, message: Any) -> None:
         """Take a message of an island; called in other threads."""
@@ -86,8 +78,8 @@ class Witness:
                 self._done.add(name)
                 self.links.send((name,), [DONE])
             elif message[0] == ARRIVAL:
-                arrival = decode_message(message[1])
-                self._arrivals[arrival.seat.name] = arrival
+                if self.seat.add(decode_message(message[1])) and not self.member.seated:
+                    self._greeted_s = 0.0  # the islands learn at once that it was heard
             elif message[0] != REFUSE:
                 self.member.receive(decode_message(message))
 
@@ -102,10 +94,7 @@ class Witness:
 
     def _apply(self, fact: CommittedTurn, *, is_seated: bool) -> None:
         self._moved_s = self._applied_s = time.monotonic()
-        self._is_seated = self._is_seated or is_seated
-        if fact.committers or fact.weights != self._weights:
-            self._mergers = {*fact.committers} or None
-        self._weights = fact.weights
+        self.seat.note_turn(fact, is_seated=is_seated)
         self.member.saved()
         # In a turn that it decides itself, each island gets as many samples as before.
         dealt = [sum(span.samples for span in spans) for spans in fact.dealt]
@@ -120,14 +109,15 @@ class Witness:
         """Ask for a seat, or decide a turn that no island can decide."""
         member, now_s = self.member, time.monotonic()
         fact = member.fact
-        if fact is not None and self._must_restart(fact):
+        is_late = now_s - self._applied_s > GIVE_UP_S
+        if fact is not None and self.seat.must_restart(member, is_late=is_late):
             self._restart(fact)
         elif fact is None or not member.seated:
             if now_s - self._greeted_s > GREET_S:
                 self._greet()
         elif now_s - self._greeted_s > GREET_S and self.links.restarted(fact.seats):
             self._greet()  # new processes do not know this one's address
-        elif now_s - self._moved_s > WINDOW_S and self._has_holder(fact):
+        elif now_s - self._moved_s > WINDOW_S and self.seat.may_decide(member):
             self._moved_s = now_s
             member.grace_over()
 
@@ -137,47 +127,13 @@ class Witness:
         self.member.peers = tuple(self.links.addresses.keys() - {self.member.seat.name})
         self.member.greet()
         if not self.member.seated:
-            arrival = ArrivalReport(self.member.seat, None, "", self.member.fact)
-            self.links.send(self.member.peers, [ARRIVAL, encode_message(arrival), {}])
-
-    def _must_restart(self, fact: CommittedTurn) -> bool:
-        """Return whether the seat is of no use: an older start has it, or no vote can go on.
-
-        No vote can go on where too few never restarted, or where the turn is lost: all islands that
-        merged it restarted, and their disks lack it. Then all islands start together, and this
-        process asks for a new seat.
-        """
-        known = fact.seat_of(self.member.seat.name)
-        if not self.member.seated:
-            return not self._is_seated and known is not None and known >= self.member.seat
-        again = [name for name in fact.trainers() if name in self.member.joiners]
-        steady = len(fact.seats) - len(again)
-        is_late = time.monotonic() - self._applied_s > GIVE_UP_S
-        too_few = steady < promises_needed(len(fact.seats)) or is_late
-        return len(again) == len(fact.trainers()) and (too_few or self._is_lost(fact))
-
-    def _is_lost(self, fact: CommittedTurn) -> bool:
-        """Return whether all that had the weights of a turn restarted, and lack them."""
-        if self._mergers is None or not self._mergers <= set(fact.trainers()):
-            return False
-        found = [self._find_arrival(name) for name in fact.trainers()]
-        return all(one is not None and one.is_without(fact) for one in found)
-
-    def _has_holder(self, fact: CommittedTurn) -> bool:
-        """Return whether an island that asks for its seat again has the weights of a turn."""
-        found = [self._find_arrival(name) for name in fact.trainers()]
-        return any(one is not None and not one.is_without(fact) for one in found)
-
-    def _find_arrival(self, name: int) -> ArrivalReport | None:
-        """Return what the newest start of an island reported of its disk."""
-        found = self._arrivals.get(name)
-        return found if found is not None and found.seat == self.member.joiners.get(name) else None
+            report = self.seat.report(self.member)
+            self.links.send(self.member.peers, [ARRIVAL, encode_message(report), {}])
 
     def _restart(self, fact: CommittedTurn) -> None:
-        old, known = self.member, fact.seat_of(self.member.seat.name)
-        self.links.boot = max(old.seat.boot, 0 if known is None else known.boot)
-        seat = Seat(old.seat.name, self.links.restart())
-        self.member = IslandMember(seat, old.fact, old.peers, old.samples)
+        known = fact.seat_of(self.member.seat.name)
+        self.links.boot = max(self.member.seat.boot, 0 if known is None else known.boot)
+        self.member = self.member.restarted(self.links.restart(), self.member.peers)
 
     def _has_ended(self) -> bool:
         """Return whether an island has ended the run, and all others have it or are dead."""

@@ -110,6 +110,17 @@ class IslandMember:
         self.stands_in = False
         self.objected: list[set[int]] = []
 
+    def restarted(self, boot: int, peers: tuple[int, ...]) -> IslandMember:
+        """Return this process as after a restart: it has no seat, and knows the newest turn.
+
+        Args:
+            boot: number of the start.
+        """
+        seat = Seat(self.seat.name, boot)
+        new = type(self)(seat, self.fact, peers, self.samples, least=self.least)
+        new.leaves = self.leaves
+        return new
+
     # events of the driver
 
     def greet(self) -> None:

@@ -190,12 +190,12 @@ class MemberRounds:
         stops = common.refusals.count(fact.committers + tuple(refused), refused)
         common.keep()
         self._emit(turn, known)
-        if turn.heal:
-            self.ranks.note_healed(fact)
-        elif changed and fact.round and not self.checkpoints.holds(fact):
+        if not turn.heal and changed and fact.round and not self.checkpoints.holds(fact):
             self.run.save(wait=False)
         else:
-            self.ranks.note_saved(fact)
+            self.checkpoints.keep_turn(fact)
+            note = self.ranks.note_healed if turn.heal else self.ranks.note_saved
+            note(fact)
         if self.index in stops:
             raise TrainingError(
                 f"island {self.index}: its change was refused {self.policy.refusals} rounds in a "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import threading
 import time
@@ -22,14 +23,14 @@ from shoal.base.errors import CheckpointError, ClusterError, ConfigError
 from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.runlog.events import Emit
-from shoal.checkpoint.format.folders import make_temporary_path, quarantine
+from shoal.checkpoint.format.folders import fsync_folder, make_temporary_path, quarantine
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, step_folder
 from shoal.fabric import World
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.changing.change_merge import join_digests
 from shoal.islands.changing.member_driver import STATE
 from shoal.islands.membership.committed_turn import CommittedTurn
-from shoal.islands.membership.message_json import decode_message
+from shoal.islands.membership.message_json import decode_message, encode_message
 from shoal.islands.sample_ranges import SampleStream
 from shoal.trainer.islands.checkpoint_copy import copy_checkpoint, read_ranges
 from shoal.trainer.islands.island_join import IslandConnection, list_held_rounds
@@ -38,8 +39,9 @@ from shoal.wire.phases import phase
 
 HEAL_TRY_S = 0.3
 
-STARTS = "starts.json"
-"""File of the run folder with the number of the island's last start."""
+STARTS, TURN = "starts.json", "turn.json"
+"""Files of the run folder: the number of the island's last start; the newest turn whose weights are
+those of the newest checkpoint, as the turns after it merged nothing."""
 
 
 def read_held_turn(record: dict[str, object]) -> CommittedTurn | None:
@@ -105,14 +107,50 @@ class MemberCheckpoints:
             except CheckpointError as failure:
                 problem = str(failure)
             if self.ranks.all_true(turn is not None and not problem) and turn is not None:
-                turn = self._rename_fixed(turn)
+                turn = self.find_later(self._rename_fixed(turn))
                 self.held = turn.weights
                 return turn
             if self.ranks.is_first:
                 emit("notice", text=f"{problem}; kept as {quarantine(folder).name}")
             self.ranks.all_true(True)
         self.run.recorder.cut(0)
-        return None
+        return self.find_later(None)
+
+    def keep_turn(self, fact: CommittedTurn) -> None:
+        """Write down a turn whose weights a checkpoint has: its seats decide the next one.
+
+        Without it a restarted island would decide with the members of an earlier turn, beside those
+        of the newest one.
+
+        Raises:
+            CheckpointError: the disk does not take it, so this island may not vote.
+        """
+        if self.ranks.is_first:
+            file = self.root.parent / TURN
+            try:
+                write_atomically(file, json.dumps({"turn": encode_message(fact)}))
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+                fsync_folder(file.parent)
+            except OSError as failure:
+                raise CheckpointError(
+                    f"{file}: {failure}; so this island may not vote; try: mend that, and resume: "
+                    f"the others go on meanwhile"
+                ) from failure
+
+    def find_later(self, turn: CommittedTurn | None) -> CommittedTurn | None:
+        """Return the turn of `keep_turn` if it is later, and has the weights of a checkpoint.
+
+        Args:
+            turn: of the newest checkpoint; None: there is none, and all have their first weights.
+        """
+        found = None
+        with contextlib.suppress(ValueError, TypeError, LookupError):
+            found = decode_message(read_object(self.root.parent / TURN)["turn"])
+        if not isinstance(found, CommittedTurn):
+            return turn
+        weights, number = ("", (-1, -1)) if turn is None else (turn.weights, turn[:2])
+        return found if found.weights == weights and found[:2] > number else turn
 
     def _rename_fixed(self, turn: CommittedTurn) -> CommittedTurn:
         """Name the merged weights of a fixed list as islands that come and go name them.
