@@ -1,6 +1,6 @@
 """Islands that come and go, each in a network namespace: deaths, joins, cut links, bytes, time.
 
-    python tests/proof/members.py [comes|pair|cut|bytes|share ...]
+    python tests/proof/members.py [comes|pair|cut|bytes|share|loss ...]
 
     comes   of four members two are killed in different rounds, a new one joins, one is back with an
             old disk, then the first dies; the rest ends, with the bits of one process that repeats
@@ -10,6 +10,8 @@
     bytes   what a joiner receives from its start until it has the state, all headers included,
             over what it needs: merged weights, outer momentum, AdamW's state; plain and with keys
     share   one of four is killed and replaced every ten rounds: planned steps over wall time
+    loss    the same, five seeds: the loss beside four members that stay, after as many samples; and
+            these beside four that stay with another order of samples
 
 Members are processes with keys, one namespace each (`tests/worlds/netns.py`; needs root, `ip` and
 `tc`). Bytes are the kernel's counters. Results: proof/results/members.json; exit status 1 if a gate
@@ -46,6 +48,7 @@ import torch  # noqa: E402
 from processes import machine, pace_steps  # noqa: E402
 from source import source_hash  # noqa: E402
 
+import cases  # noqa: E402
 import guard_off  # noqa: E402
 import member_case  # noqa: E402
 import netns  # noqa: E402
@@ -62,6 +65,8 @@ PORT, DEADLINE_S, MOST = 29400, 240.0, 5
 ASKED = {"model": "towers", "batch": 2, "period": 2, "method": "diloco", "wait_s": 120.0}
 ASKED |= {"cosine": -1.0, "step_s": 0.1}
 MOST_RATIO, LEAST_SHARE, NEEDED_BYTES = 1.1, 0.9, 32 << 20
+MOST_ABOVE = 0.01
+"""Largest loss above that of fixed members, as a share of it: the mean of five seeds."""
 FORK = multiprocessing.get_context("fork")
 
 Turn = dict[str, Any]
@@ -72,6 +77,7 @@ class Members:
 
     def __init__(self, net: netns.Net, folder: Path, *, keys: bool = True) -> None:
         self.net, self.folder = net, folder
+        folder.mkdir(exist_ok=True)
         self.addresses = [f"{address}:{PORT}" for address in net.addresses]
         self.running: dict[int, Any] = {}
         self.keys: dict[str, str] = {}
@@ -383,12 +389,75 @@ def run_share(members: Members) -> dict[str, Any]:
     return {**found, "deaths_in_rounds": left, "wall_s": wall_s, "share": planned_s / wall_s}
 
 
+def train_to(members: Members, rounds: int, seed: int, deaths: tuple[int, ...]) -> int:
+    """Train four members, one of which dies in each of some rounds; return the samples of all."""
+    asked = {**ASKED, "model": cases.WITHOUT_DROPOUT, "batch": 4, "period": 4, "step_s": 0.05}
+    asked |= {"rounds": rounds, "seed": seed, "optimizer": "adamw", "precision": "fp32"}
+    for index in range(4):
+        members.start(index, member_case.train, 4, **asked)
+    for place, death in enumerate(deaths):
+        members.wait_for(0, lambda turn, death=death: turn["round"] >= death)
+        members.kill(1 + place % 3)
+        members.start(1 + place % 3, member_case.train, 4, **asked)
+    found = judge(members, members.collect(0, 1, 2, 3), rounds)
+    assert all(found[key] for key in ("all_finished", "weights_are_equal", "one_history")), found
+    turns = check_history(members, [0, 1, 2, 3]).values()
+    return sum(samples for turn in turns for _, _, samples, _ in turn["members"])
+
+
+def loss_of(world: Any, weights: str) -> float:
+    """The mean loss on all samples of the model with these weights; of the first ones without."""
+    model, data = cases.build("llama").eval(), cases.dataset("llama")
+    if weights:
+        model.load_state_dict(torch.load(weights), strict=False)  # tied: no head.weight
+    batch = torch.utils.data.default_collate([data[k] for k in range(len(data))])
+    with torch.no_grad():
+        total, count = cases.plain_loss("llama", model, batch)
+    return float(total / count)
+
+
+def run_loss(members: Members) -> dict[str, Any]:
+    """The loss of members of which one is killed and replaced every ten rounds, for five seeds."""
+    rounds, full = 40, 4 * 4 * 4
+    rows: list[dict[str, Any]] = []
+
+    def measure(kind: str, seed: int, rounds: int, deaths: tuple[int, ...] = ()) -> dict[str, Any]:
+        own = Members(members.net, members.folder / f"{kind}-{seed}")
+        try:
+            samples = train_to(own, rounds, seed, deaths)
+        finally:
+            own.close()
+        loss = in_one_process(loss_of, weights=str(own.folder / "weights-0.pt"))
+        found = {"kind": kind, "seed": seed, "rounds": rounds, "samples": samples, "loss": loss}
+        rows.append(found)
+        print(json.dumps(found), flush=True)
+        return found
+
+    for seed in range(5):
+        changing = measure("changing", seed, rounds, deaths=(10, 20, 30))
+        alike = math.ceil(changing["samples"] / full)  # fixed members get the part of a round more
+        measure("fixed", seed, alike)
+        measure("other order", seed + 100, alike)
+    mean = {
+        kind: sum(row["loss"] for row in rows if row["kind"] == kind) / 5
+        for kind in ("changing", "fixed", "other order")
+    }
+    return {
+        "start": in_one_process(loss_of, weights=""),
+        "rows": rows,
+        "mean": mean,
+        "above_fixed": mean["changing"] / mean["fixed"] - 1,
+        "a_a": mean["other order"] / mean["fixed"] - 1,
+    }
+
+
 SCENARIOS: dict[str, Callable[[Members], dict[str, Any]]] = {
     "comes": run_comes,
     "pair": run_pair,
     "cut": run_cut,
     "bytes": run_bytes,
     "share": run_share,
+    "loss": run_loss,
 }
 
 
@@ -399,6 +468,8 @@ def find_failures(name: str, found: dict[str, Any]) -> list[str]:
         wrong.append(f"ratio {found['ratio']:.3f}")
     if found.get("share", math.inf) < LEAST_SHARE:
         wrong.append(f"share {found['share']:.3f}")
+    if found.get("above_fixed", 0.0) > MOST_ABOVE:
+        wrong.append(f"loss {found['above_fixed']:+.2%} above that of fixed members")
     return [f"{name}: {one}" for one in wrong]
 
 
