@@ -6,10 +6,11 @@
 A change of structure must change no number. A row is one `shoal train` command of six steps: every
 loss, gradient norm and sample of its metrics and every byte of its last checkpoint (two islands:
 of each); or a loop of one's own, likewise; or a script of accelerate's (`golden_loops.py`); or one
-`shoal plan --json`. The earlier commit, in a worktree of its own, runs each row twice: a row that
-differs from itself counts for nothing. Its results are numbers of this machine and stay on it
-(build/golden/COMMIT.json), so that they are computed once for many changes. Verdicts stand in
-proof/results/golden.json, row by row: stopped, it goes on; a change of the source begins anew.
+`shoal plan --json`. The earlier commit has a worktree of its own. Where the two differ it runs the
+row again: one that differs from itself counts for nothing. Its results are numbers of this machine
+and stay on it (build/golden/COMMIT.json), so that they are computed once for many changes. Verdicts
+stand in proof/results/golden.json, row by row: stopped, it goes on; a change of the source begins
+anew.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +117,25 @@ def main() -> int:
     kept = {} if options.only else _kept(options.into, known)
     results = ROOT / "build" / "golden" / f"{commit}.json"
     earlier = json.loads(results.read_text()) if results.exists() else {}
-    with tempfile.TemporaryDirectory(prefix="golden-") as folder, Worktree(commit) as before:
+    with (
+        tempfile.TemporaryDirectory(prefix="golden-") as folder,
+        Worktree(commit) as before,
+        ThreadPoolExecutor(2) as both,  # the earlier commit and this one at a time
+    ):
         for name, words in rows().items():
             if name in kept or options.only not in (None, name):
                 continue
             began_s = time.monotonic()
             if name not in earlier:
-                earlier[name] = [run(before(), Path(folder), words) for _ in range(2)]
-                results.parent.mkdir(parents=True, exist_ok=True)
-                results.write_text(json.dumps(earlier))
-            kept[name] = verdict(*earlier[name], run(ROOT, Path(folder), words))
+                old = both.submit(run, before(), Path(folder), words)
+            new = both.submit(run, ROOT, Path(folder), words).result()
+            if name not in earlier:
+                earlier[name] = [old.result()]
+            if new != earlier[name][0] and len(earlier[name]) == 1:
+                earlier[name].append(run(before(), Path(folder), words))
+            results.parent.mkdir(parents=True, exist_ok=True)
+            results.write_text(json.dumps(earlier))
+            kept[name] = verdict(earlier[name][0], earlier[name][-1], new)
             print(f"{name}: {kept[name]} ({time.monotonic() - began_s:.0f} s)", flush=True)
             if not options.only:
                 counts = dict(Counter(text.split(":")[0] for text in kept.values()))
