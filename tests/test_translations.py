@@ -304,7 +304,7 @@ def test_exercises_are_checked_in_chinese() -> None:
     record: dict[str, Any] = {"name": "a", "answer": 43.8, "text": "43.8 h", "choices": [],
                               "mistakes": [[5.0, "that is years of one GPU"]]}  # fmt: skip
     got = translated_pages.translate_values(record, words)
-    assert (got["text"], got["mistakes"]) == ("43.8 小时", [[5.0, "那是单块 GPU 的故障间隔，单位是年"]])
+    assert (got["text"], got["mistakes"]) == ("43.8 小时", [[5.0, "那是单块 GPU 的故障间隔的年数"]])
 
 
 # The command.
