@@ -103,6 +103,8 @@ def test_a_report_that_fails_is_no_failure_of_the_run(
         f"report: not written (RuntimeError: of any kind); try: shoal report {tmp_path}"
     )
     assert ending.write_end_report(tmp_path / "nothing") == ""
+    gone = tmp_path / "gone"
+    assert report_page.write_end_report(gone) == f"report: not written, {gone} is gone"
 
 
 def test_a_run_of_islands_is_measured_by_its_islands(tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ def write_end_report(folder: Path) -> str:
     try:
         return f"report: {write_report(folder)}"
     except Exception as failure:  # of whatever kind: the run is complete without a report
+        if not folder.exists():  # removed since, as by tempfile.TemporaryDirectory
+            return f"report: not written, {folder} is gone"
         why = f"{type(failure).__name__}: {failure}".splitlines()[0]
         return f"report: not written ({shorten(why)}); try: shoal report {shlex.quote(str(folder))}"
 
