@@ -1,20 +1,21 @@
 """Owners with unlike data, on real runs: SCAFFOLD beside FedAvg, honest owners, one wrong owner.
 
     python tests/proof/owners.py              all parts; about ten processor minutes
-    python tests/proof/owners.py splits       one part: rounds, splits, wrong, unlike, few
+    python tests/proof/owners.py splits       one part: rounds, splits, wrong, unlike, few, labels
 
     rounds   rounds until a validation accuracy, SCAFFOLD and FedAvg, three models
     splits   accuracy after some rounds on Dirichlet(0.1) and one-label data; refused owners
     wrong    one of five owners sends its change reversed, or learns permuted labels
     unlike   the same, of owners with unlike data
     few      accuracy after a few rounds of one epoch and of five, of owners with unlike data
+    labels   one of five owners is wrong, and each has two labels that no other owner has
 
 Each trial is the main job of `shoal train` on the digits, in a child of this process that has all
 modules imported: configuration, rounds, checkpoints, validations and events are a run's own. The
 wrong owner is planted from outside. Gates, seeds and settings are in owners_gates.toml, which was
 committed before the first trial, and in owners_gates_second.toml, which was committed before the
-first trial of its model, and says why a second CNN is tried. The last two parts have no gate, and
-their settings in owners_unlike.toml. Trials that the result has of these settings are not made again:
+first trial of its model, and says why a second CNN is tried. The last three parts have no gate, and
+their settings in owners_unlike.toml and owners_labels.toml. Trials that the result has of these settings are not made again:
 each has the hash of the source that it was made with. Several processes may run at the same time.
 """
 
@@ -47,6 +48,7 @@ TARGET = ROOT / "proof" / "results" / "owners.json"
 GATES = HERE / "owners_gates.toml"
 SECOND = HERE / "owners_gates_second.toml"
 UNLIKE = HERE / "owners_unlike.toml"
+LABELS = HERE / "owners_labels.toml"
 SECOND_MODEL, REPLACED = "groupnorm", "cnn"
 """Model of the second gates, and that of the first ones whose place it takes."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -101,6 +103,15 @@ def unlike_trials(gates: dict[str, Any]) -> Iterable[Trial]:
                     words = five_owners(own, method, split, seed, "mean", epochs=epochs)
                     words += ["train.validate_every=1"]
                     yield {"part": "few", "split": split, "epochs": epochs, "method": method,
+                           "seed": seed, "words": words}  # fmt: skip
+    own = {**gates["wrong"], **gates["labels"]["labels"]}
+    for split in own["splits"]:
+        for choice in own["choices"]:
+            method, merge = ("scaffold", "mean") if choice == "scaffold" else ("fedavg", choice)
+            for fault in ("none", *own["faults"]):
+                for seed in own["seeds"]:
+                    words = five_owners(own, method, split, seed, merge, epochs=1)
+                    yield {"part": "labels", "split": split, "merge": choice, "fault": fault,
                            "seed": seed, "words": words}  # fmt: skip
 
 
@@ -204,6 +215,10 @@ def run_trial(trial: Trial, owners: int) -> Row:
     events = [json.loads(line) for line in lines]
     curve = [event["accuracy"] for event in events if event["event"] == "validated"]
     rounds = [event for event in events if event["event"] in ("round_committed", "round_discarded")]
+    last = [event for event in events if event["event"] == "validated"][-1]
+    apart = {
+        name: [row["accuracy"], row["targets"]] for name, row in last.get("by_source", {}).items()
+    }
     held = {name: one["samples"] for event in rounds for name, one in event["by_owner"].items()}
     row = {key: value for key, value in trial.items() if key not in ("words", "accuracy")}
     return {
@@ -211,7 +226,8 @@ def run_trial(trial: Trial, owners: int) -> Row:
         "rounds": len(rounds),
         "refused": sum(len(event.get("refused") or {}) for event in rounds),
         "curve": [round(one, 4) for one in curve],
-        **({"held": held} if trial["part"] in ("unlike", "few") else {}),
+        **({"held": held} if trial["part"] in ("unlike", "few", "labels") else {}),
+        **({"by_owner": apart} if trial["part"] == "labels" else {}),
         "cpu_s": round(used.ru_utime + used.ru_stime, 1),
     }
 
@@ -258,7 +274,7 @@ def judge(rows: list[Row], gates: dict[str, Any]) -> tuple[dict[str, Any], list[
     missed: list[str] = []
     fallen: list[str] = []
     figures: dict[str, Any] = {"rounds": {}, "fallen": fallen, "splits": {}, "wrong": {},
-                               "unlike": {}, "few": {}}  # fmt: skip
+                               "unlike": {}, "few": {}, "labels": {}}  # fmt: skip
     by = lambda **keys: [r for r in rows if all(r.get(k) == v for k, v in keys.items())]  # noqa: E731
     for model, own in rounds_gates(gates).items():
         first = {
@@ -304,6 +320,7 @@ def judge(rows: list[Row], gates: dict[str, Any]) -> tuple[dict[str, Any], list[
             if merge != "mean" and sum(lost) / len(lost) > points:
                 missed.append(f"wrong, {merge}, {fault}: {sum(lost) / len(lost):.2f} points lost")
     figures["unlike"], figures["few"] = sum_up_unlike(rows, gates["unlike"])
+    figures["labels"] = sum_up_labels(by(part="labels"), gates["wrong"]["owners"] - 1)
     return figures, missed
 
 
@@ -338,6 +355,32 @@ def sum_up_unlike(
                 for number in settings["few"]["rounds"]
             }
     return unlike, few
+
+
+def sum_up_labels(rows: list[Row], wrong: int) -> dict[str, Any]:
+    """Return the figures of the part `labels`, which no gate judges.
+
+    Points lost are those beside the same choice with five right owners of the same seed.
+    """
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        at, owners = str(wrong), row["by_owner"]
+        others = [one for name, one in owners.items() if name != at]
+        targets = sum(count for _, count in others)
+        right = sum(accuracy * count for accuracy, count in others) / targets
+        values = [row["curve"][-1], right, owners[at][0]]
+        found.setdefault(f"{row['split']} {row['merge']} {row['fault']}", {})[row["seed"]] = values
+    figures = {}
+    for name, by_seed in found.items():
+        base = found.get(f"{name.rpartition(' ')[0]} none", {})
+        lost = [100 * (base[seed][0] - one[0]) for seed, one in by_seed.items() if seed in base]
+        accuracy, others, own = (interval(list(one)) for one in zip(*by_seed.values(), strict=True))
+        figures[name] = {
+            "accuracy": accuracy, "others": others, "own": own,
+            "lost_points": [round(one, 2) for one in lost],
+            "mean_lost": round(sum(lost) / len(lost), 2) if lost else None,
+        }  # fmt: skip
+    return figures
 
 
 def warm() -> None:
@@ -375,13 +418,17 @@ def add_row(row: Row | None, gates_hash: str, gates: dict[str, Any]) -> dict[str
         unlike_hash = gates["unlike_hash"]
         if record.get("unlike_settings") != unlike_hash:
             rows = [one for one in rows if one["part"] not in ("unlike", "few")]
+        labels_hash = gates["labels_hash"]
+        if record.get("labels_settings") != labels_hash:
+            rows = [one for one in rows if one["part"] != "labels"]
         taken = {tell_apart(one) for one in rows}
         rows += [row] if row and tell_apart(row) not in taken else []
         rows.sort(key=tell_apart)
         figures, missed = judge(rows, gates)
         sources = dict(Counter(one["source"] for one in rows))
         record = {"gates": gates_hash, "second_gates": second_hash,
-                  "unlike_settings": unlike_hash, "sources": sources,
+                  "unlike_settings": unlike_hash, "labels_settings": labels_hash,
+                  "sources": sources,
                   "machine": machine(), "figures": figures, "missed": missed, "trials": rows}  # fmt: skip
         file.seek(0)
         file.truncate()
@@ -397,13 +444,15 @@ def short_hash(text: str) -> str:
 def main() -> int:
     """Make the trials that are missing, write every row, judge."""
     os.chdir(HERE)  # model.build is found from the working folder
-    parts = sys.argv[1:] or ["rounds", "splits", "wrong", "unlike", "few"]
+    parts = sys.argv[1:] or ["rounds", "splits", "wrong", "unlike", "few", "labels"]
     text = GATES.read_text(encoding="utf-8")
     gates, gates_hash = tomllib.loads(text), short_hash(text)
     text = SECOND.read_text(encoding="utf-8")
     gates |= {"second": tomllib.loads(text), "second_hash": short_hash(text)}
     text = UNLIKE.read_text(encoding="utf-8")
     gates |= {"unlike": tomllib.loads(text), "unlike_hash": short_hash(text)}
+    text = LABELS.read_text(encoding="utf-8")
+    gates |= {"labels": tomllib.loads(text), "labels_hash": short_hash(text)}
     source = source_hash()
     warm()
     wanted = [one for one in trials(gates) if one["part"] in parts]
