@@ -360,7 +360,7 @@ def sum_up_unlike(
 def sum_up_labels(rows: list[Row], wrong: int) -> dict[str, Any]:
     """Return the figures of the part `labels`, which no gate judges.
 
-    Points lost are those beside the same choice with five right owners of the same seed.
+    Points lost are those beside the mean of five right owners with the same seed.
     """
     found: dict[str, dict[int, list[float]]] = {}
     for row in rows:
@@ -372,7 +372,7 @@ def sum_up_labels(rows: list[Row], wrong: int) -> dict[str, Any]:
         found.setdefault(f"{row['split']} {row['merge']} {row['fault']}", {})[row["seed"]] = values
     figures = {}
     for name, by_seed in found.items():
-        base = found.get(f"{name.rpartition(' ')[0]} none", {})
+        base = found.get(f"{name.split()[0]} mean none", {})
         lost = [100 * (base[seed][0] - one[0]) for seed, one in by_seed.items() if seed in base]
         accuracy, others, own = (interval(list(one)) for one in zip(*by_seed.values(), strict=True))
         figures[name] = {
