@@ -109,6 +109,15 @@ def test_the_terminal_shows_the_mean_and_the_worst_owners() -> None:
         "worst owner p20: loss 0.9883, accuracy 72.7%, of 11 targets; next: p3 loss 0.5000, "
         "accuracy 90.0%",
     ]
+    few = {**rows, "p9": {"loss": 3.5, "accuracy": 0.0, "targets": 1}}
+    found = read_owner_validation(run_of({**event, "owners": 6, "worst": "p9", "by_source": few}))
+    assert found is not None
+    head, worst, larger = found.lines()
+    assert head.startswith("owners with held-out samples: 3 of 6; ")
+    assert worst.startswith("worst owner p9: loss 3.5000, accuracy 0.0%, of 1 targets; next: p20 ")
+    assert larger == (
+        "worst owner with 10 targets or more p20: loss 0.9883, accuracy 72.7%, of 11 targets"
+    )
     text = {
         "a": {"loss": 2.5, "bits_per_byte": 1.5, "targets": 8},
         "b": {"loss": 2.0, "bits_per_byte": 2.5, "targets": 8},

@@ -74,6 +74,12 @@ from shoal.view import summarise_run, summary
             "east": {"loss": 2.0, "bits_per_byte": 1.5}, "north": {}}},
          "validation: loss 2.5000, 1.2500 bits per byte; mean of 2 owners, worst east: 1.5000 bits "
          "per byte (loss 2.0000)"),
+        ("validated", {"loss": 0.5, "worst": "6", "by_source": {
+            "6": {"loss": 3.5249, "accuracy": 0.0, "targets": 1},
+            "9": {"loss": 2.0, "accuracy": 0.5, "targets": 9},
+            "39": {"loss": 1.3192, "accuracy": 7 / 11, "targets": 11}}},
+         "validation: loss 0.5000; mean of 3 owners, worst 6: 3.5249, accuracy 0.0% of 1 targets; "
+         "worst with 10 targets or more 39: 1.3192, accuracy 63.6% of 11 targets"),
     ],
 )  # fmt: skip
 def test_sentences(event: str, fields: dict[str, Any], text: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.base.runlog.damaged_lines import Record, is_number
+from shoal.base.text.event_sentences import ENOUGH_TARGETS, find_larger_worst
 from shoal.report.run_contents import RunContents
 
 BITS = "bits_per_byte"
@@ -29,9 +30,15 @@ class OwnerValidation:
     rows: list[tuple[str, Record]]
     in_bytes: bool
 
+    @property
+    def larger_worst(self) -> str:
+        """Return the worst owner of those with enough targets, if the worst of all has fewer."""
+        rows = {name: row for name, row in self.rows if row.get("targets")}
+        return find_larger_worst(next(iter(rows)), rows) if rows else ""
+
     def lines(self) -> list[str]:
         """Return the mean and the worst owner, and the next worst owners, as lines of text."""
-        count = len(self.rows)
+        count = max(len(self.rows), int(self.event.get("owners") or 0))
         mean = describe_values(self.event, in_bytes=self.in_bytes)
         counting = [(name, row) for name, row in self.rows if row.get("targets")]
         found = [f"owners with held-out samples: {len(counting)} of {count}; mean {mean}"]
@@ -45,6 +52,13 @@ class OwnerValidation:
                 for name, row in counting[1 : 1 + NEXT_OWNERS]
             ]
             found.append(line + (f"; next: {'; '.join(following)}" if following else ""))
+            if self.larger_worst:
+                row = dict(counting)[self.larger_worst]
+                values = describe_values(row, in_bytes=self.in_bytes)
+                found.append(
+                    f"worst owner with {ENOUGH_TARGETS} targets or more {self.larger_worst}: "
+                    f"{values}, of {row['targets']:.0f} targets"
+                )
         return found
 
 

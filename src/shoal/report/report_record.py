@@ -72,6 +72,7 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
             "step": owners.event.get("step"),
             "loss": owners.event.get("loss"),
             "worst": owners.event.get("worst"),
+            "larger_worst": owners.larger_worst or None,
             "by_owner": dict(owners.rows[:MOST_OWNERS]),
             "lines": owners.lines(),
         },

@@ -10,6 +10,8 @@ from shoal.base.runlog.damaged_lines import Record
 from shoal.base.text.units import bytes_text, count_text, seconds_text
 
 SHOWN_RUNS = 6
+ENOUGH_TARGETS = 10
+"""Held-out targets of a data owner below which its values say little."""
 LONG_STEP_S = 5.0
 DAMAGED = (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError)
 """Exceptions that `event_text` may raise on a record with malformed fields."""
@@ -236,7 +238,26 @@ def _validated(event: Record) -> str:
         row = (event.get("by_source") or {}).get(worst) or {}
         owners = len(event.get("by_source") or ())
         text += f"; mean of {owners} owners, worst {worst}: {_owner_loss(row)}"
+        if larger := find_larger_worst(worst, event["by_source"]):
+            more = _owner_loss(event["by_source"][larger])
+            text += f"; worst with {ENOUGH_TARGETS} targets or more {larger}: {more}"
     return text
+
+
+def find_larger_worst(worst: str, by_owner: Record) -> str:
+    """Return the worst data owner of those with enough targets, if the worst of all has fewer.
+
+    >>> find_larger_worst(
+    ...     "a", {"a": {"loss": 3.5, "targets": 1}, "b": {"loss": 1.3, "targets": 11}}
+    ... )
+    'b'
+    """
+    if (by_owner[worst].get("targets") or 0) >= ENOUGH_TARGETS:
+        return ""
+    large = {name: row for name, row in by_owner.items() if row.get("targets", 0) >= ENOUGH_TARGETS}
+    losses = {name: row["loss"] for name, row in large.items()}
+    infinite = float("inf")  # a loss that is not finite is null in the log
+    return max(losses, key=lambda name: infinite if (x := losses[name]) is None else x, default="")
 
 
 def _owner_loss(row: Record) -> str:

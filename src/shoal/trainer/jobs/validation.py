@@ -108,10 +108,11 @@ def make_validator(
         )
         if not values:
             return None
-        by_source, worst = dict(run.validated_by_source), {}
+        by_source, worst = dict(run.validated_by_source), dict[str, str | int]()
         if find_worst is not None and by_source:
+            owners = len(by_source)
             by_source = {name: row for name, row in by_source.items() if row["targets"]}
-            worst = {"worst": find_worst(by_source)}
+            worst = {"worst": find_worst(by_source), "owners": owners}
         run.recorder.log_validation(
             run.step_count,
             {**values, "targets": int(values["targets"])},
