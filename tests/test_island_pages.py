@@ -215,6 +215,23 @@ def mean_loss(raw: dict[str, Any], kind: str) -> float:
     return sum(found) / 3
 
 
+def test_a_wrong_company_of_the_page_of_owners_has_wrong_labels(monkeypatch: Any) -> None:
+    """Only in training, and only that company."""
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", (START / "owners.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    page: dict[str, Any] = {}
+    exec(code, page)
+
+    def read(number: int) -> list[set[int]]:
+        return [{int(label) for _, label in data} for data in page[f"p{number}"]()]
+
+    assert [read(number) for number in range(5)] == [[{2 * k, 2 * k + 1}] * 2 for k in range(5)]
+    monkeypatch.setenv("WRONG", "4")
+    assert read(3) == [{6, 7}, {6, 7}]
+    assert read(4) == [{3, 4}, {8, 9}]
+
+
 def test_owners_in_the_table_are_those_of_their_proof() -> None:
     proof = (ROOT / "docs" / "proof" / "owners.md").read_text()
     table = read_table()
@@ -230,6 +247,27 @@ def test_owners_in_the_table_are_those_of_their_proof() -> None:
         f"{robust[0]} and {robust[1]} points lost, by the mean {plain[0]} and {plain[1]}"
     )
     domains = (ROOT / "docs" / "reference" / "federated.md").read_text()
+    start = (START / "owners.md").read_text()
+    figures = json.loads((ROOT / "proof" / "results" / "owners.json").read_text())["figures"]
+    for split, part in (("even", "wrong"), ("dirichlet:0.1", "unlike"), ("labels:2", "labels")):
+        pages: dict[str, list[str]] = {"all right": [], "one with wrong labels": []}
+        lead = "" if part == "wrong" else f"{split} "
+        for merge in ("mean", "scaffold", "median", "trimmed"):
+            if f"{lead}{merge} none" not in figures[part]:
+                for cells in pages.values():
+                    cells.append("–")
+                continue
+            best, right, one_wrong = (
+                100 * figures[part][f"{lead}{name}"]["accuracy"][0]
+                for name in ("mean none", f"{merge} none", f"{merge} permuted")
+            )
+            row = f"| {right:.1f} % | {one_wrong:.1f} % | {best - one_wrong:.1f} |"
+            name = "mean, SCAFFOLD" if merge == "scaffold" else merge
+            assert re.search(rf"`{split}` \| \**{name}\** {re.escape(row)}", start), (split, row)
+            for cells, value in zip(pages.values(), (right, one_wrong), strict=True):
+                cells.append(f"{value:.1f} %")
+        for who, cells in pages.items():
+            assert f"| `{split}` | {who} | {' | '.join(cells)} |" in domains
     for name, figure in (("ensemble", "1.20"), ("merge", "3.17"), ("best single branch", "5.41")):
         mean = re.findall(rf"^\| {name}.*\| ([\d.]+) \|$", domains, re.MULTILINE)[0]
         assert f"{float(mean):.2f}" == figure

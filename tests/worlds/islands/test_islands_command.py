@@ -192,8 +192,7 @@ def same_merged(run: Path, count: int) -> bool:
 @pytest.mark.proof("faults")
 def test_the_page_of_owners_trains_three_hospitals(tmp_path: Path) -> None:
     """The first command of docs/start/owners.md, on a smaller model; the last line names the worst."""
-    page = Path(__file__).parents[3] / "docs" / "start" / "owners.md"
-    words = page_words(page, 0)
+    words = page_words(OWNERS, 0)
     (tmp_path / "owners").mkdir()
     for name, rows in (("east", 60), ("north", 90), ("south", 40)):
         text = "".join(f'{{"text": "Patient {k} of {name} left well."}}\n' for k in range(rows))
@@ -207,6 +206,17 @@ def test_the_page_of_owners_trains_three_hospitals(tmp_path: Path) -> None:
     assert re.search(r"mean of 3 owners, worst (east|north|south): \d", output)
 
 
+OWNERS = Path(__file__).parents[3] / "docs" / "start" / "owners.md"
+
+
+def write_page_file(folder: Path, name: str, language: str) -> None:
+    """Write the only block of a language on the page of owners to a file."""
+    (text,) = re.findall(
+        rf"^```{language}\n(.*?)^```$", OWNERS.read_text(), re.MULTILINE | re.DOTALL
+    )
+    (folder / name).write_text(text)
+
+
 def page_words(page: Path, number: int) -> list[str]:
     """Return the words of a command of a page after `shoal train`."""
     blocks = re.findall(r"^```\n(shoal train .*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
@@ -216,10 +226,36 @@ def page_words(page: Path, number: int) -> list[str]:
 @pytest.mark.proof("faults")
 def test_the_page_of_owners_simulates_phones(tmp_path: Path) -> None:
     """The second command of docs/start/owners.md, two rounds; the last line names the worst."""
-    words = page_words(Path(__file__).parents[3] / "docs" / "start" / "owners.md", 1)
+    write_page_file(tmp_path, "digits.toml", "toml")
+    words = page_words(OWNERS, 1)
     command = CommandLine(tmp_path, *words, "train.epochs=10")
     code, output = command.finish(DEADLINE_S)
     assert code == 0, output
     assert "round 1: 5 of 50 owners merged" in output
     assert "47 of 50 owners have some, 1 to 28 each" in output
     assert re.search(r"mean of 47 owners, worst \d+: \d.*accuracy \d", output)
+    assert re.search(r"; worst with 10 targets or more \d+: \d.* of [12]\d targets", output)
+
+
+@pytest.mark.proof("faults")
+def test_the_page_of_owners_rehearses_a_wrong_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its third command, then that run again with $WRONG: nobody else knows the wrong owner's digits."""
+    write_page_file(tmp_path, "digits.toml", "toml")
+    write_page_file(tmp_path, "five.py", "python")
+    (block,) = re.findall(r"^```\n(shoal train .*?run.name=right\nWRONG=4 .*?)^```$",
+                          OWNERS.read_text(), re.MULTILINE | re.DOTALL)  # fmt: skip
+    right, wrong, *_ = block.replace("\\\n", " ").splitlines()
+    own = []
+    for line in (right, wrong.removeprefix("WRONG=4 ")):
+        code, output = CommandLine(tmp_path, *shlex.split(line)[2:]).finish(DEADLINE_S)
+        assert code == 0, output
+        name = re.findall(r"run\.name=(\w+)", line)[0]
+        events = lines(tmp_path / "runs" / name / "events.jsonl")
+        own.append(
+            [e for e in events if e["event"] == "validated"][-1]["by_source"]["4"]["accuracy"]
+        )
+        monkeypatch.setenv("WRONG", "4")
+    assert own[0] > 0.5
+    assert own[1] < 0.05
