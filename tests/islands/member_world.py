@@ -344,9 +344,10 @@ class World:
 
     def _check_start(self, fact: CommittedTurn, newest: CommittedTurn | None) -> None:
         """Nothing that a disk of the session's members has is lost, and its weights exist."""
-        held = [disk[-1] for name in fact.names() if (disk := self.disks[name])]
-        if fact.round and fact.weights not in [one.weights for one in held]:
+        every = [one.weights for disk in self.disks.values() for one in disk]
+        if fact.round and fact.weights not in every:
             raise Violation(f"a session starts from round {fact.round}, which no disk has")
+        held = [disk[-1] for name in fact.names() if (disk := self.disks[name])]
         if any(newest is None or one[:2] > newest[:2] for one in held):
             raise Violation(f"a session starts from round {fact.round}, and a disk has a later one")
 
@@ -598,6 +599,8 @@ class World:
                 if fact.round and fact.weights not in held:
                     raise Violation(f"a witness decides after turn {fact.turn}, which no disk has")
                 member.grace_over()
+            else:
+                self._greet(name)  # the others may have gone on without it
         else:
             lost = sight.gone(fact.seats)
             if len(fact.seats) - len(lost) < majority(len(fact.seats)):

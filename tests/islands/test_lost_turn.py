@@ -254,3 +254,22 @@ def test_a_vain_wait_for_weights_ends_when_the_members_go_on(tmp_path: Path) -> 
     rounds._install = lambda turn, known: turn.fact is not LOST
     assert rounds.next_turn().fact is HELD
     assert rounds.fact is HELD
+
+
+def test_a_witness_that_was_cut_off_asks_for_the_newest_turn() -> None:
+    """The islands went on without it, and no message reached it: it has a seat that nobody knows."""
+    witness = witness_of(START)
+    links: Any = witness.links
+    links.restarted = lambda seats: set()
+    witness._watch()
+    witness._perform()
+    assert not any(message[0] == Hello.__name__ for message in links.sent[1:]), "too early"
+    witness._greeted_s -= WINDOW_S + 1
+    links.sent.clear()
+    witness._watch()
+    assert [message[0] for message in sent(witness)] == [Hello.__name__]
+    witness.member.receive(Welcome(FIRST, 0, 2, THIRD, HELD._replace(seats=(FIRST,)), (0, -1, -1)))
+    witness._perform()
+    witness._greeted_s = 0.0
+    witness._watch()
+    assert {message[0] for message in sent(witness)} >= {Hello.__name__, ARRIVAL}

@@ -115,11 +115,18 @@ class Witness:
         elif fact is None or not member.seated:
             if now_s - self._greeted_s > GREET_S:
                 self._greet()
-        elif now_s - self._greeted_s > GREET_S and self.links.restarted(fact.seats):
+        elif now_s - self._greeted_s > self._greet_after_s(fact):
             self._greet()  # new processes do not know this one's address
         elif now_s - self._moved_s > WINDOW_S and self.seat.may_decide(member):
             self._moved_s = now_s
             member.grace_over()
+
+    def _greet_after_s(self, fact: CommittedTurn) -> float:
+        """Return the seconds after which a witness with a seat asks for the newest turn.
+
+        Nobody tells it that the others went on without it, if it was cut off then.
+        """
+        return GREET_S if self.links.restarted(fact.seats) else WINDOW_S
 
     def _greet(self) -> None:
         """Ask for a seat in a running session; before one, say that this witness is there."""
