@@ -20,7 +20,7 @@ from shoal.base.errors import ShoalError
 from shoal.islands.membership import committed_turn, island_member, session_meeting, turn_chair
 from shoal.islands.membership.committed_turn import CommittedTurn, Seat, start_session
 from shoal.islands.membership.island_member import HANDLERS, IslandMember
-from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
+from shoal.islands.membership.session_meeting import SessionMeeting
 from shoal.islands.membership.turn_chair import TurnChair
 from shoal.islands.membership.turn_messages import (
     ALL_VOTE,
@@ -162,17 +162,6 @@ def _decide_without_witnesses(self: IslandMember, cast: CastVote) -> None:
             self._install(facts[0])
 
 
-def _any_report(self: SessionMeeting, arrival: ArrivalReport) -> bool:
-    known = self.arrivals.get(arrival.seat.name)
-    self.arrivals[arrival.seat.name] = arrival
-    self._note_own(self.own)
-    return known is None or known.seat != arrival.seat
-
-
-def _seated_count_as_arrived(self: SessionMeeting) -> tuple[int, ...]:
-    return tuple(name for name in self.expected() if name not in self.arrivals)
-
-
 def _start_from_known(self: SessionMeeting, samples: int) -> CommittedTurn | None:
     fact, known = start(self, samples), find_newest(self)[1]
     if fact is None or known is None:
@@ -218,8 +207,6 @@ BUGS: dict[str, Patch] = {
     "changes of absent members are divided by": (IslandMember, "_fact", _merge_the_absent),
     "the end of a window changes nothing": (IslandMember, "_prepare", lambda self: None),
     "a start needs no hearing": (SessionMeeting, "find_unheard", lambda self: ()),
-    "members with a seat count as arrived": (SessionMeeting, "missing", _seated_count_as_arrived),
-    "an old report counts": (SessionMeeting, "add", _any_report),
     "only turns on disks are known": (
         SessionMeeting, "_find_newest", lambda self: (find_newest(self)[0],) * 2,
     ),
