@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import member_world
+from member_space import LONE, explore
 from member_world import Violation, World
 
 from shoal.base.errors import ShoalError
@@ -230,6 +231,8 @@ OF_WITNESSES = (
     *("nobody starts anew", "some start anew too early"),
 )
 """Bugs that worlds without a witness do not show, or seldom."""
+OF_SPACE = ("only turns on disks are known",)
+"""Bugs that show where the other island stays dead: the enumeration of a lone island finds them."""
 
 
 def draw_world(seed: int, *, witness: bool = False) -> World:
@@ -261,6 +264,8 @@ def find_bug(name: str, most_rounds: int, rounds: int = 50) -> tuple[int, int, s
         rounds: of one world.
     """
     done, seed = 0, 0
+    if name in OF_SPACE:
+        return _find_in_space(name)
     with planted(name):
         while done < most_rounds:
             world = draw_world(seed, witness=name in OF_WITNESSES)
@@ -269,4 +274,13 @@ def find_bug(name: str, most_rounds: int, rounds: int = 50) -> tuple[int, int, s
             except (Violation, KeyError, ValueError, ShoalError) as found:
                 return seed, done + world.checks.rounds, str(found)
             seed += 1
+    return None
+
+
+def _find_in_space(name: str) -> tuple[int, int, str] | None:
+    with planted(name):
+        try:
+            explore(LONE, rounds=1)
+        except Violation as found:
+            return 0, 0, str(found)
     return None
