@@ -151,7 +151,7 @@ def test_a_data_centre_joins_and_leaves_as_its_page_says(terminals: Terminals) -
 def test_a_home_dies_and_is_back_as_its_page_says(terminals: Terminals) -> None:
     terminals.run(terminals.block(0))
     for home in "012":
-        text = terminals.block(1).replace("=K", f"={home}").replace("-K", f"-{home}")
+        text = terminals.block(1).replace("K=0\n", "").replace("$K", home)
         terminals.start(f"home-{home}", text)
     terminals.wait_for("home-0", lambda turn: turn["round"] >= 2)
     terminals.kill("home-1")
