@@ -57,6 +57,19 @@ def test_readme_names_every_page_before_its_promises() -> None:
     assert re.findall(r"docs/start/([\w-]+)\.md", table)[: len(PAGES)] == list(PAGES)
 
 
+def test_a_readers_log_may_have_lines_of_other_output(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("three words here\nand two\n")
+    log = tmp_path / "reader.log"
+    log.write_text("python3 -m venv .venv\n17\n{broken\n")
+    read = [sys.executable, str(ROOT / "tests" / "readers" / "read")]
+    with_log = environment(READER_LOG=str(log))
+    subprocess.run([*read, "page.md", "1-1"], cwd=tmp_path, env=with_log, check=True)
+    done = subprocess.run(
+        [*read, "--total"], cwd=tmp_path, env=with_log, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "3\n"
+
+
 # script.md
 
 
