@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from shoal.report.owner_figures import read_owner_validation
-from shoal.report.report_record import _state_line, _verdict_text
+from shoal.report.report_record import _state_line, _verdict_text, summary_lines
 from shoal.report.sections.history import _saves_text
 from shoal.report.sections.overview import (
     _owner_shares_table,
@@ -131,6 +131,13 @@ def test_a_run_of_islands_names_where_the_verdicts_are() -> None:
     nothing = Verdict("nothing", "no verdict yet: fewer than 20 steps after warm-up")
     islands = [SimpleNamespace(label=f"island-{k}", folder=f"runs/a/island-{k}") for k in (0, 1)]
     run = cast("Any", SimpleNamespace(islands=islands))
+    record: Any = {
+        "verdict": _verdict_text(run, nothing), "owners": None, "state": "ended", "step": 7,
+        "steps": 7, "loss": 0.5, "validation_loss": None, "median_step_s": None,
+        "verdict_parts_s": None, "peak_memory_bytes": None, "goodput_share": None,
+    }  # fmt: skip
+    assert summary_lines(record)[1] == f"verdict: {record['verdict']}"
+    assert summary_lines({**record, "verdict": "slow disk"})[0] == "verdict: slow disk"
     assert _verdict_text(run, nothing) == (
         "each group of processes has its own (island-0, island-1); try: shoal report "
         "runs/a/island-0"

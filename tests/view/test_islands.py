@@ -48,6 +48,23 @@ RUN = [
 ]
 
 
+def test_the_summary_adds_up_the_steps_of_all_islands(tmp_path: Path) -> None:
+    for island, steps in ((0, 3), (1, 5)):
+        folder = tmp_path / f"island-{island}"
+        folder.mkdir()
+        (folder / "plan.json").write_text('{"unit": "samples"}')
+        rows = [
+            {"step": step, "loss": 1.0 + island, "samples": [16 * step - 16, 16 * step]}
+            for step in range(1, steps + 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folders = [tmp_path / "island-0", tmp_path / "island-1"]
+    text = summarise_run(folders[0], islands=folders)
+    whole = "  trained      8 steps, 128 samples in 2 islands; mean of last losses 1.5000\n"
+    assert whole in text
+    assert "  island-0     3 steps, 48 samples; last loss 1.0000" in text
+
+
 def test_committed_rounds_add_up() -> None:
     found = sum_rounds(RUN)
     assert found is not None

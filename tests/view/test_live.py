@@ -18,6 +18,7 @@ import shoal.view.live
 from shoal.base.runlog.events import EventLog, append_line
 from shoal.view import LiveView
 from shoal.view.phase_lines import read_current_phases
+from shoal.view.summary import summarise_run
 
 STEP = {
     "grad_norm": 0.91, "lr": 1e-3, "tokens": 1000, "step_s": 0.1, "tokens_per_s": 10000.0,
@@ -110,6 +111,24 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, clock: Clock) -> None:
     append_line(tmp_path / "metrics.jsonl", line)
     view.tick()
     assert stream.getvalue() == "step=1 loss=nan gpu=97%\n"
+
+
+def test_a_run_of_images_counts_targets_and_shows_three_spikes(
+    tmp_path: Path, clock: Clock
+) -> None:
+    (tmp_path / "plan.json").write_text('{"unit": "samples"}')
+    view, stream = piped(tmp_path)
+    done = {"event": "round_committed", "round": 3, "admitted": [0, 1], "tokens_all": 1400}
+    append_line(tmp_path / "events.jsonl", done)
+    for step in range(9):
+        spike = {"event": "spike", "step": step, "reason": "loss 3 is 9 deviations above 1"}
+        append_line(tmp_path / "events.jsonl", spike)
+    view.finish()
+    merged, *spikes = stream.getvalue().splitlines()
+    assert merged.startswith("round 3: 2 islands merged, 1.4K targets; ")
+    assert len(spikes) == 3
+    assert spikes[2].endswith("leaves such steps out; later ones are in the report alone")
+    assert "  spikes       9, their updates were made" in summarise_run(tmp_path)
 
 
 def test_the_plan_knows_the_length(tmp_path: Path, clock: Clock) -> None:

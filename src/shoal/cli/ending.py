@@ -210,11 +210,11 @@ def write_end_report(folder: Path) -> str:
         folder: of the run, or of a run of islands.
 
     Returns:
-        "report: FILE"; of a huge run the command; of a report that fails the reason; "" for a run
-        of a few steps or seconds.
+        "report: FILE"; of a huge run the command; of a report that fails the reason; for a run of
+        a few steps or seconds "", and if it has islands, whose owners it lists, the command.
     """
     if not is_report_due(folder):
-        return ""
+        return command_line(folder) if island_folders(folder) else ""
     if exceeds_report_bytes(folder):
         return command_line(folder)
     os.environ.update(ONE_THREAD)  # nothing else of this process computes from here on

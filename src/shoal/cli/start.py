@@ -415,7 +415,7 @@ def launch_run(prepared: PreparedRun, environ: dict[str, str], *, verbose: bool 
             if code == ConfigError.exit_code:
                 _restore_files(before)
             _print_errors(lines)
-            typer.echo(summarise_run(island_folder(folder, 0)))
+            typer.echo(summarise_run(island_folder(folder, 0), islands=island_folders(folder)))
             if line := write_end_report(folder):
                 typer.echo(line)
             typer.echo(next_lines(folder, code, how, SessionEnding.of(folder).saved))

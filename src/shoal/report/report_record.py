@@ -31,6 +31,10 @@ MOST_NAMES = 4
 """Islands that the line on verdicts names."""
 
 
+ELSEWHERE = "each group of processes has its own"
+"""Beginning of the verdict of a run of islands, whose steps are in their own folders."""
+
+
 def report_record(run: RunContents, verdict: Verdict) -> Record:
     """Return the numbers of the page: state, figures, verdict, goodput, starts, means by rank.
 
@@ -109,8 +113,10 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
 
 def summary_lines(record: Record) -> list[str]:
     """Return the verdict, then state, losses, time of a step, its parts and memory, as text."""
-    lines = [f"verdict: {record['verdict']}", _state_line(record)]
-    lines += record["owners"]["lines"] if record["owners"] else []
+    lines = [_state_line(record), *(record["owners"]["lines"] if record["owners"] else [])]
+    # What other folders say stands after what this folder says.
+    at = len(lines) if record["verdict"].startswith(ELSEWHERE) else 0
+    lines.insert(at, f"verdict: {record['verdict']}")
     step_s, peak_bytes = record["median_step_s"], record["peak_memory_bytes"]
     if step_s:
         lines.append(f"a step, median: {_forecast_text(record, 'step_s', step_s, seconds_text)}")
@@ -129,9 +135,7 @@ def _verdict_text(run: RunContents, verdict: Verdict) -> str:
     if not run.islands or verdict.kind != "nothing" or verdict.step_s is not None:
         return verdict.line()
     names = ", ".join(island.label for island in run.islands[:MOST_NAMES])
-    return (
-        f"each group of processes has its own ({names}); try: shoal report {run.islands[0].folder}"
-    )
+    return f"{ELSEWHERE} ({names}); try: shoal report {run.islands[0].folder}"
 
 
 def _state_line(record: Record) -> str:

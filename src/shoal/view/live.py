@@ -26,7 +26,7 @@ from shoal.base.runlog.damaged_lines import is_number
 from shoal.base.text.event_sentences import died_text, event_text, strip_control_characters
 from shoal.base.text.terminal_encoding import READABLE
 from shoal.view.phase_lines import CurrentPhases, WaitLineSchedule, read_current_phases
-from shoal.view.progress import RunProgress, fit_words, remaining_time_text
+from shoal.view.progress import RunProgress, count_unit, fit_words, remaining_time_text
 from shoal.view.run_folder_reader import RunFolder, last_session_events
 
 Record = dict[str, Any]
@@ -40,6 +40,8 @@ DRAW_EVERY_S = 0.25
 OPENING_LINES = 5
 """Lines of `shoal train` before its first step line, of which the command itself prints one."""
 ENDS_OPENING = ("compute_started", "worker_died", "restarting", "hang", "run_finished")
+SHOWN_SPIKES = 3
+"""Lines on spikes whose update was made; the report has all of them."""
 STYLES = {
     "worker_died": "red",
     "hang": "red",
@@ -159,6 +161,7 @@ class LiveView:
         self.began_s, self.drawn_s = self.made_s, -math.inf
         self.drawn_step: int | None = None
         self.told_traceback = ""
+        self.spikes = 0
         self.since_s = _workers_start_s(self.untold)
         self.silence = WaitLineSchedule()
         self.drawn_lengths: list[int] = []
@@ -258,9 +261,19 @@ class LiveView:
                 self.progress.add_validation(event.get("loss"))
         elif name == "stop_requested":
             self.phase = "stopping"
+        elif name == "spike":
+            self.spikes += 1
+            if self.spikes > SHOWN_SPIKES:
+                return
+        elif name == "round_committed":
+            plan = self.progress.plan or self.folder.plan()
+            is_text = count_unit(plan) == "tokens"
+            event = event if is_text or not plan else {**event, "unit": "targets"}
         if name == "worker_died":
             self._write_death(event)
         elif (text := event_text(event)) is not None:
+            if name == "spike" and self.spikes == SHOWN_SPIKES:
+                text += "; later ones are in the report alone"
             self._write(text, STYLES.get(name, ""))
 
     def _write_death(self, event: Record) -> None:

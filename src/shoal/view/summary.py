@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.base.runlog.damaged_lines import Record, is_number
@@ -25,6 +25,7 @@ from shoal.base.text.event_sentences import (
 from shoal.base.text.forecast_text import forecast_text, plan_comment
 from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.view.island_lines import islands_summary_line
+from shoal.view.live import SHOWN_SPIKES
 from shoal.view.progress import count_unit, mfu_text, no_steps_text, step_amount
 from shoal.view.run_folder_reader import RunFolder, last_session_events
 from shoal.view.script_lines import LOOP_SHARE, WAITS
@@ -35,10 +36,13 @@ SHOWN_STEPS = 10_000
 """Last steps of a session from which times and bytes are computed; a longer session has more."""
 
 
-def summarise_run(folder: Path, width: int = 80) -> str:
+def summarise_run(folder: Path, width: int = 80, islands: Sequence[Path] = ()) -> str:
     """Summarise the last session of a run folder: lines of at most `width` columns, 40 at least.
 
     Missing or damaged records are left out; they raise no error.
+
+    Args:
+        islands: folders of all islands of a run, of which `folder` is one: their steps add up.
     """
     run = RunFolder(folder)
     events = last_session_events(run.events.read()[0])
@@ -46,7 +50,8 @@ def summarise_run(folder: Path, width: int = 80) -> str:
     steps = run.last_steps(SHOWN_STEPS, start)
     plan = run.plan()
     rows: list[tuple[str, Callable[[], str]]] = [
-        ("trained", lambda: _trained_text(steps, plan, start)),
+        ("trained", lambda: _islands_trained_text(islands) if islands[1:] else ""),
+        (f"{folder.name}" if islands[1:] else "trained", lambda: _trained_text(steps, plan, start)),
         ("took", lambda: _duration_text(steps, events)),
         ("step", lambda: _speed(steps, plan)),
         ("memory", lambda: _memory(steps, events)),
@@ -58,6 +63,7 @@ def summarise_run(folder: Path, width: int = 80) -> str:
         ("waited", lambda: _waits_text(steps, events)),
         ("restarts", lambda: _restarts(events)),
         ("skipped", lambda: _skipped_text(events)),
+        ("spikes", lambda: _spikes_text(events)),
         ("left out", lambda: _unreadable_text(events)),
         ("validation", lambda: _validation(events)),
         ("checkpoints", lambda: _checkpoints(run, events)),
@@ -136,6 +142,28 @@ def _trained_text(steps: list[Record], plan: Record, start: int) -> str:
     took = f" in {seconds_text(sum(times))}" if times else ""
     word = "step" if len(steps) == 1 else "steps"
     return f"{len(steps)} {word}, {count_text(total)} {count_unit(plan)}{took}; last loss {loss}"
+
+
+def _islands_trained_text(folders: Sequence[Path]) -> str:
+    """Return steps and amounts of all islands together, and the mean of their newest losses."""
+    from shoal.view.run_table import weigh_losses  # the start of a run does without
+
+    made, total, losses, unit = 0, 0.0, [], ""
+    for folder in folders:
+        run = RunFolder(folder)
+        start = _first_step(last_session_events(run.events.read()[0]))
+        steps, unit = run.last_steps(SHOWN_STEPS, start), count_unit(run.plan())
+        if not steps or len(steps) == SHOWN_STEPS:
+            return ""
+        made += len(steps)
+        total += sum(step_amount(record, unit) or 0 for record in steps)
+        if is_number(steps[-1].get("loss")):
+            losses.append((steps[-1]["loss"], step_amount(steps[-1], unit)))
+    loss = number_text(weigh_losses(losses), 4)
+    return (
+        f"{made} steps, {count_text(total)} {unit} in {len(folders)} islands; mean of last losses "
+        f"{loss}"
+    )
 
 
 def _duration_text(steps: list[Record], events: list[Record]) -> str:
@@ -289,6 +317,14 @@ def _skipped_text(events: list[Record]) -> str:
     parts = {"non-finite": broken, "leapt out": leapt}
     words = [f"{name}: {numbers_text(steps)}" for name, steps in parts.items() if steps]
     return ", ".join([str(len(broken) + len(leapt)), *words]) if words else ""
+
+
+def _spikes_text(events: list[Record]) -> str:
+    """Return the number of spikes whose update was made, if the run's lines left some out."""
+    count = len(_events_named(events, "spike"))
+    return (
+        f"{count}, their updates were made: the report marks them" if count > SHOWN_SPIKES else ""
+    )
 
 
 def _unreadable_text(events: list[Record]) -> str:

@@ -235,6 +235,12 @@ def test_the_page_of_owners_simulates_phones(tmp_path: Path) -> None:
     assert "47 of 50 owners have some, 1 to 28 each" in output
     assert re.search(r"mean of 47 owners, worst \d+: \d.*accuracy \d", output)
     assert re.search(r"; worst with 10 targets or more \d+: \d.* of [12]\d targets", output)
+    assert "an owner trains in 0.2 of them in the mean: 1 passes over its samples" in output
+    assert re.search(r"round 1: 5 of 50 owners merged, \S+ targets; ", output)
+    made = sum(len(lines(command.run / f"island-{n}" / "metrics.jsonl")) for n in (0, 1))
+    assert f"  trained      {made} steps, " in output
+    assert " in 2 islands; mean of " in output
+    assert "report: " in output
 
 
 @pytest.mark.proof("faults")
@@ -248,13 +254,11 @@ def test_the_page_of_owners_rehearses_a_wrong_owner(
     right, wrong, *_ = block.replace("\\\n", " ").splitlines()
     own = []
     for line in (right, wrong.removeprefix("WRONG=4 ")):
-        code, output = CommandLine(tmp_path, *shlex.split(line)[2:]).finish(DEADLINE_S)
-        assert code == 0, output
         name = re.findall(r"run\.name=(\w+)", line)[0]
-        events = lines(tmp_path / "runs" / name / "events.jsonl")
-        own.append(
-            [e for e in events if e["event"] == "validated"][-1]["by_source"]["4"]["accuracy"]
-        )
+        command = CommandLine(tmp_path, *shlex.split(line)[2:], name=name, cold=bool(own))
+        code, output = command.finish(DEADLINE_S)
+        assert code == 0, output
+        own.append(events(command.run, 0, "validated")[-1]["by_source"]["4"]["accuracy"])
         monkeypatch.setenv("WRONG", "4")
     assert own[0] > 0.5
     assert own[1] < 0.05

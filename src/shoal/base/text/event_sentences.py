@@ -306,7 +306,7 @@ def _merged(event: Record) -> str:
     of = f"of {event['owners']} owners" if event.get("owners") else "islands"
     return (
         f"round {event.get('round')}: {len(admitted)} {of} merged{others}, "
-        f"{count_text(event.get('tokens_all') or 0)} tokens; "
+        f"{count_text(event.get('tokens_all') or 0)} {event.get('unit', 'tokens')}; "
         f"{bytes_text(event.get('sent_bytes') or 0)} sent, "
         f"{seconds_text(event.get('exposed_s') or 0)} of {seconds_text(event.get('seconds') or 0)} "
         f"waited"

@@ -155,8 +155,8 @@ def _describe_choices(config: Config, schedule: OwnerSchedule) -> list[str]:
         rounds = schedule.count_rounds(0)
         lines.append(
             f"islands.sample = {islands.sample:g}: train.epochs / islands.period make {rounds} "
-            f"rounds, and an owner trains in {rounds * islands.sample:.3g} of them in the mean; "
-            f"try: train.epochs={round(train.epochs / islands.sample)} for {train.epochs} passes"
+            f"rounds, and an owner trains in {rounds * islands.sample:.3g} of them in the mean: "
+            f"{train.epochs * islands.sample:.3g} passes over its samples"
         )
     return lines
 
