@@ -2,7 +2,7 @@
 
     runs/NAME/run.toml             the request
     runs/NAME/island-K/            an ordinary run folder: metrics, events, logs, checkpoints
-    python -m shoal.cli.islands FOLDER ATTEMPT [CHANNEL]    supervises one island's workers
+    python -m shoal.cli.workers.island_supervisor FOLDER …    supervises one island's workers
 
 The workers of all islands are forked from one process with their imports (launch/fork_server.py),
 which each supervisor reaches by the open file CHANNEL.
@@ -30,7 +30,7 @@ from pathlib import Path
 
 import typer
 
-from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError, ShoalError
+from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import parse_event, read_object
@@ -38,13 +38,13 @@ from shoal.base.runlog.events import EventLog
 from shoal.checkpoint.format.folders import make_temporary_path
 from shoal.checkpoint.format.lease import RunLease
 from shoal.checkpoint.format.listing import list_checkpoints
+from shoal.cli.workers.island_supervisor import REFUSED, count_steps_to_save
 from shoal.cli.workers.worker import worker_imports
 from shoal.config.load import LoadedConfig, load_config
 from shoal.config.owners import list_owner_names
 from shoal.config.resolve import collect_layout_keys
 from shoal.config.save import MICRO_BATCH, to_toml, write_derived
-from shoal.config.sections import Config
-from shoal.launch import RunOutcome, supervise
+from shoal.launch import RunOutcome
 from shoal.launch.processes import (
     Guardian,
     SharedForkServer,
@@ -69,10 +69,8 @@ STOPPED = (0, 143, 130, 138, 129)
 """Exit codes of an island that completed, or that stopped as asked."""
 USER_MUST_ACT = (2, 3, UNSAVED_CODE)
 """Exit codes after which a restart would end the same way."""
-EPOCH_STEPS = 2000
-"""Steps of a round of epochs, whose number the launcher does not know, for a stop's deadline."""
-REFUSED = "shoal: this island was not started: "
-"""Prefix of the error line of an island's supervisor."""
+SUPERVISOR = "shoal.cli.workers.island_supervisor"
+"""Module of an island's supervisor: it imports half of what this one does."""
 
 
 def island_folder(folder: Path, index: int) -> Path:
@@ -359,7 +357,7 @@ class _IslandSupervisor:
                 if self.server and (channel := self.server.open_channel(shared, self.folder)):
                     kept.append(files.enter_context(channel).fileno())
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "shoal.cli.islands", *words, *map(str, kept)],
+                    [sys.executable, "-m", SUPERVISOR, *words, *map(str, kept)],
                     env=shared,
                     pass_fds=kept,
                     stdin=subprocess.DEVNULL,
@@ -376,7 +374,8 @@ class _IslandSupervisor:
         """Return the seconds that the island's supervisor waits for its workers to stop."""
         config = load_config(self.folder / "run.toml").config
         step_s = MetricsProgress(self.folder / "metrics.jsonl").step_s()
-        return StopGrace(self.folder, config.launch.grace_s, _steps_to_save(config)).seconds(step_s)
+        steps = count_steps_to_save(config)
+        return StopGrace(self.folder, config.launch.grace_s, steps).seconds(step_s)
 
     def start_again_if_lost(self, most: int, count: int, environ: Mapping[str, str]) -> None:
         """Start the supervisor again if its island was lost, `most` times in all.
@@ -491,48 +490,3 @@ def check_islands_resumable(folder: Path) -> None:
             f"--resume {folder}: none of its islands holds a complete checkpoint; start anew with "
             f"shoal train {folder}/run.toml"
         )
-
-
-def main() -> int:
-    """Supervise the workers of the island whose folder the command line names."""
-    folder, attempt = Path(sys.argv[1]), int(sys.argv[2])
-    channel = int(sys.argv[3]) if len(sys.argv) > 3 else -1
-    try:
-        config = load_config(folder / "run.toml").config
-        with RunLease(folder, config.run.name):
-            outcome = _supervise(folder, config, attempt, channel)
-    except ShoalError as failure:
-        sys.stderr.write(f"{REFUSED}{failure}\n")
-        return failure.exit_code
-    if outcome.message:
-        sys.stderr.write(f"shoal: {outcome.message}\n")
-    return UNSAVED_CODE if outcome.status == "unsaved" else outcome.exit_code
-
-
-def _supervise(folder: Path, config: Config, attempt: int, channel: int) -> RunOutcome:
-    processes = config.launch.processes
-    events = EventLog(folder / "events.jsonl", None)
-    resumed = bool(list_checkpoints(folder / "checkpoints"))
-    events.emit("run_started", processes=processes, resumed=resumed, attempt=attempt)
-    return supervise(
-        [sys.executable, "-m", "shoal.cli.workers.worker", str(folder)],
-        processes=processes,
-        folder=folder,
-        restarts=0,
-        emit=events.emit,
-        environ=dict(os.environ),
-        imports=worker_imports(config.model),
-        patience_s=config.launch.patience_s,
-        grace_s=config.launch.grace_s,
-        steps_to_save=_steps_to_save(config),
-        fork_channel=channel,
-    )
-
-
-def _steps_to_save(config: Config) -> int:
-    """Return the steps until a save: islands stop only where they merge, up to a round later."""
-    return 2 + (config.islands.resolved().period if not config.islands.epochs else EPOCH_STEPS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
