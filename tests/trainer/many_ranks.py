@@ -90,7 +90,7 @@ def steps_of(run: Run, sample: torch.Tensor) -> dict[str, Any]:
         began_s = time.process_time()
         found = tally(*given)
         tally_s.append(time.process_time() - began_s)
-        sent.append(8 * len(found.numbers.values))
+        sent.append(8 * sum(map(len, found.numbers.entries.values())))
         return found
 
     run.guards.all[:] = [

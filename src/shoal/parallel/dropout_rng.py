@@ -19,24 +19,19 @@ a model that is a plain `nn.Sequential`: no code runs between them.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import hashlib
 import random
-import struct
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import PlanError
+from shoal.fabric.device import NumpyGenerator, PythonGenerator
 from shoal.parallel._torch import get_generators, graph_task_id
 from shoal.parallel.program import Program
 
@@ -57,11 +52,14 @@ def apply(program: Program, seed: int) -> Program:
     """Reseed the generators for every micro-batch of the program and every block inside it."""
     keyed, layout = _GeneratorSeeding(seed, program.world.device), program.plan.layout
     hooks: list[RemovableHandle] = []
-    unkeyed, own = _blocks_without_draws(program.module), list[str]()
-    for name in (name for name in program.blocks if name not in unkeyed):
+    drawless, own = _blocks_without_draws(program.module), list[str]()
+    for name in program.blocks:
         block = program.module.get_submodule(name)
         # Objects and no closures: the hooks of a replica use the keys of that replica.
-        hooks.append(block.register_forward_pre_hook(partial(keyed.enter, name)))
+        if name not in drawless:
+            hooks.append(block.register_forward_pre_hook(partial(keyed.enter, name)))
+        elif name != [*program.module._modules][-1]:
+            continue
         hooks.append(block.register_forward_hook(partial(keyed.seed_after_block, name)))
         kinds = {type(part).__module__.partition(".")[0] for part in block.modules()}
         own += [] if kinds <= {"torch", "shoal"} else [name]  # theirs draw from torch alone
@@ -107,98 +105,21 @@ def has_no_random_ops(module: nn.Module) -> bool:
 def _blocks_without_draws(model: nn.Module) -> set[str]:
     """Return the names of blocks that need no reseeding, judged by their module types.
 
-    The last block is reseeded in any case: code after the model draws from its generator state.
+    After the last block generators are reseeded in any case: code after the model draws from them.
+    A last block that is an earlier one too is keyed by the number of its call.
     """
-    if type(model) is not nn.Sequential or "forward" in vars(model):
+    if type(model) is not nn.Sequential or "forward" in vars(model) or not len(model):
         return set()
-    names = list(model._modules)
-    return {name for name in names[:-1] if has_no_random_ops(model.get_submodule(name))}
+    names, blocks = list(model._modules), list(model._modules.values())
+    repeats = names[-1:] if blocks.count(blocks[-1]) > 1 else []
+    return {n for n in names if n not in repeats and has_no_random_ops(model.get_submodule(n))}
 
 
-Mark = tuple[int, bytes, bytes]
-WORDS, PLACE = 4 * 624, 4
-"""Bytes of the Mersenne Twister's words, and of its position in them, in memory."""
+PYTHON, NUMPY = PythonGenerator(), NumpyGenerator()
+"""Generators of the functions of `random` and `numpy.random`."""
 
 
-PYTHON: Any = random._inst
-"""Generator of the functions of `random`."""
-
-
-class _NumpySeeding:
-    """Seeding of `numpy.random` in micro-batches, with the user's state restored after them.
-
-    Reading and writing the state takes 75 µs, reading its bytes 1 µs. A few bytes show whether
-    anything was drawn: a draw moves the position, and after the last position the words change. So
-    if a micro-batch drew nothing, only the bytes are restored. If the user drew nothing since, the
-    state is known.
-    """
-
-    def __init__(self) -> None:
-        self._state: Any = None
-        self._users = b""
-        self._users_mark: Mark | None = None
-        self._keyed: Mark | None = None
-
-    def enter(self, number: int) -> None:
-        """Save the user's state and seed numpy for a micro-batch."""
-        mark = self._mark()
-        if self._state is None or mark is None or mark != self._users_mark:
-            self._state, self._users_mark = np.random.get_state(), mark
-            self._users = ctypes.string_at(mark[0], WORDS + PLACE) if mark else b""
-        np.random.seed(number % 2**32)
-        self._keyed = self._mark()
-
-    def exit(self) -> None:
-        """Restore the user's state after a micro-batch."""
-        waits = self._state[3] if isinstance(self._state, tuple) else 1
-        if waits or self._keyed is None or self._users_mark is None or self._mark() != self._keyed:
-            np.random.set_state(self._state)  # numpy caches a second normal number elsewhere
-        else:
-            ctypes.memmove(self._keyed[0], self._users, len(self._users))
-        if waits:
-            self._state = None  # the bytes do not show whether the user consumes that cached number
-
-    def _mark(self) -> Mark | None:
-        """Return the Mersenne Twister's address, its first and last words, and its position."""
-        bits = np.random.mtrand._rand._bit_generator
-        if not isinstance(bits, np.random.MT19937):
-            return None
-        at = bits.ctypes.state_address
-        return at, ctypes.string_at(at, 16), ctypes.string_at(at + WORDS - 16, 16 + PLACE)
-
-
-def _read_python_state() -> Any:
-    """Return the state of `random`, as `_write_python_state` takes it.
-
-    `random.getstate` and `setstate` convert 625 numbers. Copying their bytes takes a tenth of the
-    time. They lie behind the head of CPython's object, which a comparison with `getstate` confirms
-    once; else the slow way is taken.
-    """
-    if at := _find_python_state():  # a second normal number is cached beside them
-        return ctypes.string_at(at, WORDS + PLACE), PYTHON.gauss_next
-    return random.getstate()
-
-
-def _write_python_state(state: Any) -> None:
-    """Restore a state of `random`."""
-    if at := _find_python_state():
-        words, PYTHON.gauss_next = state
-        ctypes.memmove(at, words, WORDS + PLACE)
-    else:
-        random.setstate(state)
-
-
-@functools.cache
-def _find_python_state() -> int:
-    """Return the address of the bytes of `random`'s state; 0 if they are not where expected."""
-    if sys.implementation.name != "cpython" or type(PYTHON) is not random.Random:
-        return 0
-    address = id(PYTHON) + object.__basicsize__
-    position, *words = struct.unpack("=i624I", ctypes.string_at(address, WORDS + PLACE))
-    return address if random.getstate()[1] == (*words, position) else 0
-
-
-class _GeneratorSeeding:
+class _GeneratorSeeding(AbstractContextManager[None]):
     """Seeding of generators by step, micro-batch and block, active only while a micro-batch runs.
 
     `calls` counts how often a block was entered in this forward pass. `arrived` maps each call's
@@ -214,7 +135,8 @@ class _GeneratorSeeding:
         self.arrived: dict[tuple[str, int], int] = {}
         self.arrivals: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         self.inside: dict[str, list[int]] = {}
-        self.numpy = _NumpySeeding()
+        self._key = (0, 0)
+        self._users: list[tuple[list[torch.Tensor], Any, Any]] = []
 
     def __deepcopy__(self, known: object) -> _GeneratorSeeding:
         return self  # a copied module shares the keys
@@ -248,7 +170,7 @@ class _GeneratorSeeding:
             self.calls[block] = call + 1
             self.arrived[arrival] = call
         self.inside.setdefault(block, []).append(call)
-        self._seed_generators(block, call)
+        self._seed_generators(self.at, block, call)
 
     def host_seed(self, block: str) -> int | None:
         """Return the seed of `random` and numpy for the call of a block that was entered last."""
@@ -262,36 +184,37 @@ class _GeneratorSeeding:
         if self.at is None:
             return
         calls = self.inside.get(block)
-        self._seed_generators(f"{block}/after", calls.pop() if calls else 0)
+        self._seed_generators(self.at, f"{block}/after", calls.pop() if calls else 0)
 
-    def _seed_generators(self, block: str, call: int) -> None:
-        if self.at is None:
-            return
+    def _seed_generators(self, at: tuple[int, int], block: str, call: int) -> None:
         name = f"{block}#{call}" if call else block
         for generator in self.generators:
-            generator.manual_seed(derive_seed(self.seed, *self.at, name))
+            generator.manual_seed(derive_seed(self.seed, *at, name))
 
-    @contextmanager
-    def __call__(self, step: int, index: int) -> Iterator[None]:
+    def __call__(self, step: int, index: int) -> _GeneratorSeeding:
+        """Return this object as the context of a micro-batch; a generator takes more calls."""
+        self._key = (step, index)
+        return self
+
+    def __enter__(self) -> None:
         kept = [generator.get_state() for generator in self.generators]
-        python = _read_python_state()
-        self.at = (step, index)
+        self._users.append((kept, PYTHON.state(), NUMPY.state()))
+        self.at = step, index = self._key
         self.calls, self.inside = {}, {}
-        self.arrived = self.arrivals.setdefault((step, index), {})
-        self._seed_generators("", 0)
+        self.arrived = self.arrivals.setdefault(self.at, {})
+        self._seed_generators(self.at, "", 0)
         number = derive_seed(self.seed, step, index, "host")
         if self.host:
             random.seed(number)
-            self.numpy.enter(number)
-        try:
-            yield
-        finally:
-            self.at = None
-            if self.host:
-                _write_python_state(python)
-                self.numpy.exit()
-            for generator, state in zip(self.generators, kept, strict=True):
-                generator.set_state(state)
+            NUMPY.seed_number(number % 2**32)
+
+    def __exit__(self, *_what: object) -> None:
+        self.at, (kept, python, numpy) = None, self._users.pop()
+        if self.host:
+            PYTHON.restore(python)
+            NUMPY.restore(numpy)
+        for generator, state in zip(self.generators, kept, strict=True):
+            generator.set_state(state)
 
 
 def _refuse_module_replacement(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:

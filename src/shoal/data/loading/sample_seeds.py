@@ -10,17 +10,14 @@ each step whether another one has advanced.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import random
-import struct
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
+
+from shoal.fabric.device import NumpyGenerator, PythonGenerator
 
 T = TypeVar("T")
 
@@ -36,104 +33,6 @@ class GeneratorState(Protocol):
 
     def seed(self, digest: bytes) -> None:
         """Seed the generator from 8 bytes alone."""
-
-
-def _twister_view(address: int) -> Any:
-    """Return a view of a Mersenne Twister's words and position in memory; `.raw`: bytes now."""
-    return (ctypes.c_char * PythonGenerator.SIZE).from_address(address)
-
-
-class PythonGenerator:
-    """Generator of `random`: by its Mersenne Twister in memory under CPython, else by its state.
-
-    `random.getstate` takes 9 µs, twice a step; the bytes take 0.3. In CPython they follow the
-    object's head: the place, then 624 words.
-    """
-
-    SIZE = 4 + 624 * 4
-
-    def __init__(self) -> None:
-        self._twister: Any = getattr(random, "_inst", None)
-        words, place = random.getstate()[1][:-1], random.getstate()[1][-1]
-        is_ours = type(self._twister) is random.Random and self._twister.__sizeof__() >= self.SIZE
-        self._seen: Any = None
-        if is_ours:
-            self._seen = _twister_view(id(self._twister) + object.__basicsize__)
-        self._is_raw = is_ours and struct.unpack("i624I", self._seen.raw) == (place, *words)
-
-    def state(self) -> Hashable:
-        """Return the twister's bytes and the stored normal number, or `random.getstate`."""
-        if self._is_raw:
-            return self._seen.raw, self._twister.gauss_next
-        return random.getstate()
-
-    def restore(self, state: Any) -> None:
-        """Restore a state that `state` returned."""
-        if self._is_raw:
-            (raw, left), version = state, random.Random.VERSION
-            place, *words = struct.unpack("i624I", raw)
-            state = version, (*words, place), left
-        random.setstate(state)
-
-    def seed(self, digest: bytes) -> None:
-        """Seed from the digest as one integer."""
-        random.seed(int.from_bytes(digest, "little"))
-
-
-@dataclass(frozen=True)
-class _NumpyState:
-    """State of numpy's generator, compared by its text."""
-
-    text: str
-    state: Any = field(compare=False)
-
-    @staticmethod
-    def of_numpy() -> _NumpyState:
-        state = np.random.get_state(legacy=False)
-        return _NumpyState(repr(state), state)
-
-
-class NumpyGenerator:
-    """Generator of `numpy.random`: by its Mersenne Twister in memory if possible, else by state.
-
-    numpy takes 20 µs to return its state and 0.4 µs to return the address of the twister's 624
-    words and place. The rest of the state is a normal number that a draw may have stored for the
-    next one.
-    """
-
-    def __init__(self) -> None:
-        self._known = b""
-        self._is_all = False
-        self._bits: Any = None
-        self._seen: Any = None
-
-    def state(self) -> Hashable:
-        """Return the twister's bytes, or the whole state."""
-        bits: Any = np.random.mtrand._rand._bit_generator
-        if bits is not self._bits:
-            if type(bits) is not np.random.MT19937:
-                return _NumpyState.of_numpy()
-            self._bits, self._seen = bits, _twister_view(bits.ctypes.state_address)
-        raw: bytes = self._seen.raw
-        if raw != self._known:
-            # Whoever leaves a normal number has moved the twister.
-            self._known, self._is_all = raw, not np.random.get_state(legacy=False)["has_gauss"]
-        return raw if self._is_all else _NumpyState.of_numpy()
-
-    def restore(self, state: Any) -> None:
-        """Restore a state that `state` returned."""
-        if isinstance(state, _NumpyState):
-            np.random.set_state(state.state)
-            return
-        words, place = (
-            np.frombuffer(state[:-4], dtype=np.uint32),
-            int.from_bytes(state[-4:], "little"),
-        )
-        np.random.set_state(("MT19937", words, place, 0, 0.0))
-
-    def seed(self, digest: bytes) -> None:
-        """Seed from two words of the digest."""
-        np.random.seed(np.frombuffer(digest, dtype="<u4"))
 
 
 class TorchGenerator:

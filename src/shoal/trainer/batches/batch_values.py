@@ -45,9 +45,13 @@ def is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
 
 
+NO_SAMPLES = (torch.Tensor, list, tuple, dict, np.ndarray, str, bytes, range, Mapping)
+"""Classes of values that are cut otherwise; frequent ones first, since each batch is asked."""
+
+
 def says_samples(value: Any) -> bool:
     """Return whether a value is of a class that counts samples by len() and is cut by a slice."""
-    if isinstance(value, torch.Tensor | np.ndarray | Mapping | list | tuple | str | bytes | range):
+    if isinstance(value, NO_SAMPLES):
         return False
     kind = type(value)
     return hasattr(kind, "__len__") and hasattr(kind, "__getitem__")

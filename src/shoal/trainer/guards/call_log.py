@@ -79,18 +79,16 @@ class CollectiveCallLog:
         self.ranks = str(list(world.ranks))
         self.key = f"{world.ranks[0]}-{world.size}/{next(_made) if store is not None else 0}"
 
-    @contextmanager
-    def at(self, name: str) -> Iterator[None]:
-        """Enter a call that every rank must make; calls inside of it are not counted."""
-        with self.hide_views(), self._count(name):
-            yield
+    def at(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a call that every rank must make; calls inside are not counted."""
+        return _OwnCode(self, name)
 
     def at_once(self, name: str) -> AbstractContextManager[None]:
         """Return a context for a call that every rank must make and that waits for none before.
 
         Weights stay as user code sees them.
         """
-        return self._count(name, waits=False)
+        return _OwnCode(self, name, hides=False)
 
     def add_view(self, view: WeightView) -> None:
         """Show user code a view from now on; inside of a call, from that call's end."""
@@ -98,41 +96,36 @@ class CollectiveCallLog:
         if not self._inside:  # a proof opens its run inside of the step of another
             view.show()
 
-    @contextmanager
-    def hide_views(self) -> Iterator[None]:
-        """Enter code of the run, which sees the weights as torch has them."""
-        if not self._inside:
-            for view in self.views:
-                view.hide()
-        self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                for view in self.views:
-                    view.show()
+    def hide_views(self) -> AbstractContextManager[None]:
+        """Return a context for code of the run, which sees the weights as torch has them."""
+        return _OwnCode(self)
 
-    @contextmanager
-    def _count(self, name: str, *, waits: bool = True) -> Iterator[None]:
-        """Enter a call, and count it."""
-        page = None if self.depth else phases.page
+    def move_views(self, depth: int) -> None:
+        """Add to the depth of code of the run: views are hidden inside of it, and shown outside."""
+        was, self._inside = self._inside, self._inside + depth
+        for view in self.views if not (was and self._inside) else ():
+            view.hide() if self._inside else view.show()
+
+    def start_call(self, name: str, *, waits: bool) -> Any:
+        """Count a call; return the page that shows it, None inside of another call."""
+        page = None
         if not self.depth:
-            self.turn, self._name = self.turn + 1, name
+            self.turn, self._name, page = self.turn + 1, name, phases.page
             if page is not None and self.size > 1:
                 page.record_call_start(self._page_key, self.turn, name.encode())
             # In `finally: run.close()` the error is propagating already.
             if self._failed is not None and (name != "run.close" or sys.exc_info()[1] is None):
                 self._check_failed()
-        self.depth += 1
-        try:
-            if waits and self.depth == 1 and name not in OFTEN and not self.in_passes:
+            if waits and name not in OFTEN and not self.in_passes:
                 self._gather(name)
-            yield
-        except Exception as failure:
-            if self.depth == 1:
+        self.depth += 1
+        return page
+
+    def end_call(self, name: str, page: Any, failure: BaseException | None) -> None:
+        """End a call, with its error or None, on the page that `start_call` returned."""
+        try:
+            if isinstance(failure, Exception) and self.depth == 1:
                 self._note_failure(name, failure)
-            raise
         finally:
             self.depth -= 1
             if page is not None and not self.depth:
@@ -261,6 +254,39 @@ class CollectiveCallLog:
         self.runs -= 1
         if self.runs <= 0:
             self._store = None
+
+
+class _OwnCode(AbstractContextManager[None]):
+    """Context of code of the run; generators would take twenty calls more in each step.
+
+    Args:
+        log: of the process.
+        name: of the call that every rank must make; "": it is none.
+        hides: the code sees weights as torch has them, and the call may wait for other ranks.
+    """
+
+    def __init__(self, log: CollectiveCallLog, name: str = "", *, hides: bool = True) -> None:
+        self._log, self._name, self._hides = log, name, hides
+        self._page: Any = None
+
+    def __enter__(self) -> None:
+        if self._hides:
+            self._log.move_views(1)
+        try:
+            if self._name:
+                self._page = self._log.start_call(self._name, waits=self._hides)
+        except BaseException:
+            if self._hides:
+                self._log.move_views(-1)
+            raise
+
+    def __exit__(self, kind: Any, failure: BaseException | None, trace: Any) -> None:
+        try:
+            if self._name:
+                self._log.end_call(self._name, self._page, failure)
+        finally:
+            if self._hides:
+                self._log.move_views(-1)
 
 
 _meetings: list[CollectiveCallLog] = []

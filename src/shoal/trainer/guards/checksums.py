@@ -198,18 +198,25 @@ NO_GRADIENT = (0, 0)
 
 def read_gradient_marks(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
     """Return the marks of some parameters; writes into a DTensor count there, not in its part."""
-    return {id(p): _gradient_mark(p.grad) for p in parameters}
+    # A plain gradient's mark is read here: the call would take longer.
+    pairs = [(id(p), p.grad) for p in parameters]
+    return {
+        key: (id(g), version_counter(g)) if type(g) is torch.Tensor else _gradient_mark(g)
+        for key, g in pairs
+    }
 
 
 def list_changed_gradients(marks: Marks, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Return parameters with a mark whose gradient was replaced, written or removed since then."""
-    return [p for p in parameters if id(p) in marks and _gradient_mark(p.grad) != marks[id(p)]]
+    now = read_gradient_marks(parameters)
+    changed = () if now == marks else parameters
+    return [p for p in changed if marks.get(id(p), now[id(p)]) != now[id(p)]]
 
 
 def _gradient_mark(gradient: torch.Tensor | None) -> tuple[int, int]:
     if gradient is None:
         return NO_GRADIENT
-    if type(gradient) is torch.Tensor or not hasattr(gradient, "to_local"):
+    if not hasattr(gradient, "to_local"):
         return id(gradient), version_counter(gradient)
     return id(gradient), version_counter(gradient) + version_counter(local_part(gradient))
 

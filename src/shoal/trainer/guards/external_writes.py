@@ -12,7 +12,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ from shoal.trainer.guards.checksums import (
 from shoal.trainer.guards.corruption import CorruptionCheck
 from shoal.trainer.guards.guard import Guard
 from shoal.trainer.guards.model_checks import describe_layers, refuse_different_layers
+from shoal.trainer.step.micro_batch import combine_contexts
 from shoal.trainer.step.step_vector import Invariant, InvariantGroup, StepNumbers
 
 if TYPE_CHECKING:  # steps that nobody writes out do without
@@ -95,6 +96,8 @@ class ExternalWriteGuard(Guard):
         self.pieces: list[nn.Parameter] = list(pieces.values())
         pieces.update({id(p): p for p in program.parameters.values()})
         self.graded: list[nn.Parameter] = list(pieces.values())
+        some = [each[:: max(1, len(each) // CLOSELY)] for each in (self.pieces, self.graded)]
+        self._some = some  # from the first to the last: most writes touch most weights
         self._closely, self._under_way = True, False
         self._in_parts = program.plan.layout.zero > 0 or bool(program.cuts) or program.pipe.size > 1
         world, replicas = program.world, program.replicas
@@ -119,7 +122,7 @@ class ExternalWriteGuard(Guard):
     @property
     def checked_parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are checked in the current step."""
-        return self.graded if self._closely else _sample_tensors(self.graded)
+        return self.graded if self._closely else self._some[1]
 
     def before(self, step: int, batch: Any) -> None:
         """Check weights and gradients before a step.
@@ -210,28 +213,19 @@ class ExternalWriteGuard(Guard):
                 held, self._gradients, self._step, self._call
             )
 
-    @contextmanager
-    def mark_own_step(self) -> Iterator[None]:
-        """Mark the run's own step of the optimizer.
+    def mark_own_step(self) -> AbstractContextManager[None]:
+        """Return the context of the run's own step of the optimizer.
 
-        Raises:
-            ConfigError: a step hook of the user's takes a part's norm for the whole gradient's.
+        It raises a ConfigError if a step hook of the user's takes a part's norm for the whole
+        gradient's.
         """
-        self.ours = True
-        try:
-            with self._watch_hooks():
-                yield
-        finally:
-            self.ours = False
-
-    def _watch_hooks(self) -> AbstractContextManager[None]:
-        program = self.program
         if not self._in_parts or len(get_step_pre_hooks(self.optimizer)) == 1:
-            return nullcontext()
+            return _OwnStep(self)
         from shoal.trainer.guards.gradient_passes import HookGradients
 
-        stepped = [one.parameter for one in program.local.values()]
-        return HookGradients(program, stepped, self._step).watch_hooks(self.optimizer)
+        stepped = [one.parameter for one in self.program.local.values()]
+        hooks = HookGradients(self.program, stepped, self._step).watch_hooks(self.optimizer)
+        return combine_contexts(_OwnStep(self), hooks)
 
     def sums(self, step: int) -> Mapping[str, Sequence[float]]:
         """Return the number of ranks with uncounted writes, and the corruption check's sums."""
@@ -243,6 +237,8 @@ class ExternalWriteGuard(Guard):
         Written weights are read whole; others in part, in steps 1, 2, 4, 8, …
         """
         program, everyone, replicas = self.program, self._everyone, self._replicas
+        if everyone.size == 1 and not is_value_check_step(step):  # whose report reads them
+            return ()
         written = UNCOUNTED if self._uncounted else int(self.weights_written)
         holders = replicas if program.pipe.size > 1 else everyone  # stages hold unlike weights
         found = [
@@ -272,8 +268,9 @@ class ExternalWriteGuard(Guard):
         Raises:
             ConfigError: the same on all ranks.
         """
-        for one in [each for each in _all if each is not self]:  # losses may run other runs' models
-            one._gradients = read_gradient_marks(one.checked_parameters)
+        if len(_all) > 1:  # losses may run other runs' models
+            for one in [each for each in _all if each is not self]:
+                one._gradients = read_gradient_marks(one.checked_parameters)
         if not self.watching:
             return
         # First the certain bit flips: they must not be reported as the user's mistake.
@@ -315,7 +312,7 @@ class ExternalWriteGuard(Guard):
             else:
                 self._halves.open(self._step, call)
         self._call = call
-        for one in list(_all):
+        for one in list(_all) if len(_all) > 1 else (self,):
             one._gradients = read_gradient_marks(one.checked_parameters)
 
     def updated(self, step: int, *, skipped: bool = False) -> None:
@@ -349,7 +346,7 @@ class ExternalWriteGuard(Guard):
         return sum(p.requires_grad for p in self.program.parameters.values())
 
     def _read_counters(self) -> Counters:
-        some = self.pieces if self._closely else _sample_tensors(self.pieces)
+        some = self.pieces if self._closely else self._some[0]
         return {id(p): (version_counter(p), p.data_ptr(), p.dtype) for p in some}
 
     def _changed_gradients(self) -> list[nn.Parameter]:
@@ -358,6 +355,23 @@ class ExternalWriteGuard(Guard):
     def _refuse_foreign_step(self, *_what: object) -> None:
         if self.watching and not self.ours:
             raise reports.optimizer_report.foreign_step_error()
+
+
+class _OwnStep(AbstractContextManager[None]):
+    """Context in which a run's own optimizer steps; as a generator it would take five more calls.
+
+    Args:
+        guard: of the run.
+    """
+
+    def __init__(self, guard: ExternalWriteGuard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        self._guard.ours = True
+
+    def __exit__(self, *_what: object) -> None:
+        self._guard.ours = False
 
 
 @functools.cache
@@ -385,8 +399,3 @@ def is_watched(tensor: torch.Tensor) -> bool:
 def _no_operands() -> int:
     """Return the checksum of no tensors, under layouts whose ranks hold every weight."""
     return 0
-
-
-def _sample_tensors(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return eight parameters, from the first to the last: most writes touch most weights."""
-    return tensors[:: max(1, len(tensors) // CLOSELY)]

@@ -83,16 +83,17 @@ class Guards:
         self.all, self.on = list(guards), on
         self._step, self._resting = -1, list[Guard]()
         self._at: dict[str, list[Guard]] = {}
+        # Most guards are due in every step, and are not asked.
+        self._timed = [one for one in self.all if type(one).due is not Guard.due]
 
     def add(self, guard: Guard) -> None:
         """Append a guard that is called after the others."""
-        self.all.append(guard)
-        self._step, self._at = -1, {}
+        Guards.__init__(self, [*self.all, guard], on=self.on)
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None]:
         """Return one context of all guards that are due, the first one outermost."""
         return combine_contexts(
-            *(one.around(step, micro_batches) for one in self.at("around", step))
+            *[one.around(step, micro_batches) for one in self.at("around", step)]
         )
 
     def sums(self, step: int) -> dict[str, Sequence[float]]:
@@ -115,7 +116,8 @@ class Guards:
         """Return the guards that are due in a step and override the method named `place`."""
         if step != self._step:
             self._step, before = step, self._resting
-            self._resting = [one for one in self.all if not (self.on and one.due(step))]
+            resting = [one for one in self._timed if not one.due(step)] if self.on else self.all
+            self._resting = resting
             self._at = self._at if self._resting == before else {}
         if place not in self._at:
             plain = getattr(Guard, place)

@@ -63,6 +63,10 @@ class UntrainedWeightsGuard(Guard):
         )
         self.looks = not (compiled or asked)
 
+    def due(self, step: int) -> bool:
+        """Return True until every weight has got a gradient."""
+        return not self.steps or bool(self.never)
+
     def sums(self, step: int) -> Mapping[str, Sequence[float]]:
         """Return which weights are cut off on this rank, for the first step's all-reduce."""
         if self.steps:
@@ -77,7 +81,7 @@ class UntrainedWeightsGuard(Guard):
             step: the current step, from 1.
             numbers: results of its all-reduce.
         """
-        if "used" not in numbers.slices:  # a worker of an asynchronous parameter server
+        if "used" not in numbers.entries:  # a worker of an asynchronous parameter server
             return
         used = [count > 0 for count in numbers.sums("used")]
         self.steps += 1
@@ -87,7 +91,7 @@ class UntrainedWeightsGuard(Guard):
             if line := reports.model_notices.unheld_line(got, self.program.parameters):
                 self.notice(line)
         self.never = [place for place in self.never if not used[place]]
-        if self.steps > 1 or not self.never or "cut_off" not in numbers.slices:
+        if self.steps > 1 or not self.never or "cut_off" not in numbers.entries:
             return
         names, found = self.program.names, numbers.sums("cut_off")
         lost = [names[place] for place in self.never if found[place]]

@@ -31,10 +31,10 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     Raises:
         ConfigError: the batch is none of these.
     """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
     if isinstance(batch, Mapping) or says_samples(batch):
         return batch, batch
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
     raise ConfigError(
         f"batch: (inputs, targets) or one dict is wanted, got {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
@@ -83,7 +83,9 @@ def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
             f"model.call = kwargs: inputs must be a dict, got {type(inputs).__name__}; "
             f"try: model.call=single"
         )
-    by_name = call != "single" or (isinstance(inputs, Mapping) and _takes_by_name(module, inputs))
+    by_name = call != "single"
+    if not by_name and type(inputs) is not torch.Tensor:  # the test takes as long as an operation
+        by_name = isinstance(inputs, Mapping) and _takes_by_name(module, inputs)
     try:
         return module(**inputs) if by_name else module(inputs)
     except ShoalError:
@@ -170,7 +172,16 @@ def sum_and_count(
     Raises:
         ConfigError: the result is a mean, or no tensor.
     """
-    result, _ = split_named_parts(result)
+    total, count = reduce_result(result, targets, where)
+    if not isinstance(count, torch.Tensor):  # filled on the device: a copy would wait for it
+        count = torch.full((), count, device=total.device)
+    return total, count.to(total.device).detach()
+
+
+def reduce_result(result: Any, targets: Any, where: str = "loss") -> tuple[torch.Tensor, Any]:
+    """Return what `sum_and_count` returns; a count may still be a number, or on another device."""
+    if isinstance(result, tuple):
+        result, _ = split_named_parts(result)
     if isinstance(result, tuple) and len(result) == 2:
         total, count = result
         if not isinstance(total, torch.Tensor) or total.ndim != 0:
@@ -179,14 +190,12 @@ def sum_and_count(
                 f"{_describe_type(total)}"
             )
         counted = isinstance(count, torch.Tensor) and count.ndim == 0
-        if not counted and not isinstance(count, int | float):
+        if not counted and not isinstance(count, (int, float)):
             raise ConfigError(
                 f"{where}: the second of (sum, count) must be a number or a tensor without dims, "
                 f"got {_describe_type(count)}"
             )
-        if not isinstance(count, torch.Tensor):  # filled on the device: a copy would wait for it
-            count = torch.full((), count, device=total.device)
-        return total, count.to(total.device).detach()
+        return total, count
     if not isinstance(result, torch.Tensor):
         raise ConfigError(
             f"{where}: (sum, count) or unreduced values are wanted, got {_describe_type(result)}"
@@ -199,7 +208,7 @@ def sum_and_count(
     if _has_ignored_targets(result, targets):
         valid = targets.long() != IGNORED_TARGET  # long: −100 wraps around to 156 in uint8
         return result.masked_fill(~valid, 0).sum(), valid.sum()
-    return result.sum(), torch.full((), result.numel(), device=result.device)
+    return result.sum(), result.numel()
 
 
 def _describe_type(value: Any) -> str:

@@ -15,7 +15,7 @@ from shoal.trainer.batches.batch_split import split_into_micro_batches
 from shoal.trainer.batches.batch_values import Readings
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RankShare:
     """This rank's part of one step.
 

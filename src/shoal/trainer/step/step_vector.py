@@ -52,7 +52,7 @@ class InvariantGroup:
         self.rank, self.following = rank, ranks[(place + 1) % len(ranks)]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Invariant:
     """A value of this rank that must be equal on all ranks of a group.
 
@@ -118,7 +118,7 @@ class InvariantCheck:
 
         Every rank calls it, with the same names.
         """
-        return any(self.first_differing_pair(name) for name in names)
+        return not self.all_equal and any(self.first_differing_pair(name) for name in names)
 
     def by_rank(self, name: str) -> list[Any]:
         """Return the values of all ranks, None for a rank without one; every rank calls it."""
@@ -158,39 +158,42 @@ UNLIKE = "unlike"
 """Name of the sums that are 0 if all compared values are equal."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepNumbers:
     """Sums of the all-reduce, by the names under which ranks added them.
 
     Attributes:
-        slices: position of each entry in `values`.
-        values: the summed vector.
+        entries: the numbers by name.
         invariants: the check of which compared values differ.
     """
 
-    slices: Mapping[str, slice]
-    values: Sequence[float]
+    entries: Mapping[str, Sequence[float]]
     invariants: InvariantCheck
 
     def sums(self, name: str) -> Sequence[float]:
         """Return the numbers of an entry."""
-        return self.values[self.slices[name]]
+        return self.entries[name]
 
 
 class StepVector:
-    """One rank's numbers of a step, until they are summed over ranks."""
+    """One rank's numbers of a step, until they are summed over ranks.
+
+    Attributes:
+        values: the numbers of the host.
+        slices: position of each entry.
+    """
 
     def __init__(self) -> None:
         self.values: list[float] = []
-        self._slices: dict[str, slice] = {}
+        self.slices: dict[str, slice] = {}
 
     def add(self, name: str, values: Sequence[float]) -> slice:
         """Add numbers that are summed over ranks, and return their slice."""
-        if name in self._slices:
+        if name in self.slices:
             raise BugError(f"the step's vector has two entries of the name {name}")
         start = len(self.values)
         self.values += values
-        self._slices[name] = lies = slice(start, len(self.values))
+        self.slices[name] = lies = slice(start, len(self.values))
         return lies
 
     def add_invariants(self, invariants: Sequence[Invariant], step: int, world: World) -> None:
@@ -199,7 +202,7 @@ class StepVector:
 
     def add_device_entry(self, name: str) -> None:
         """Name the numbers that the device appends after all numbers of the host; call it last."""
-        self._slices[name] = slice(len(self.values), None)
+        self.slices[name] = slice(len(self.values), None)
 
     def name_sums(
         self, values: Sequence[float], own: Sequence[Invariant], world: World
@@ -211,5 +214,5 @@ class StepVector:
             own: the compared values of this rank, of the entry `UNLIKE`.
             world: the ranks that were summed over.
         """
-        sums = values[self._slices[UNLIKE]]
-        return StepNumbers(self._slices, values, InvariantCheck(own, sums, world.gather_json))
+        entries = {name: values[lies] for name, lies in self.slices.items()}
+        return StepNumbers(entries, InvariantCheck(own, entries[UNLIKE], world.gather_json))
