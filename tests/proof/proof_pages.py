@@ -249,8 +249,8 @@ def owners_page() -> str:
             "",
             "Each trial with its curve: [owners.json](../../proof/results/owners.json).",
             "",
-            "Fresh readers of the page of owners, with 1,500 words as bound, second readings of 2026-11-30: [fifty phones](../../tests/readers/fifty-phones-second)",
-            "was done after 1,300 words; [which method](../../tests/readers/which-method-second) needed 4,884, and the page was rewritten after it.",
+            "Two fresh readers of the page of owners had 1,500 words as bound (second readings, 2026-11-30). [Fifty phones](../../tests/readers/fifty-phones-second)",
+            "was done after 1,300 words. [Which method](../../tests/readers/which-method-second) needed 4,884, and the page was rewritten after it.",
             "",
         ]
     )
