@@ -228,7 +228,7 @@ BUGS: dict[str, Patch] = {
 }  # fmt: skip
 OF_WITNESSES = (
     *(name for name in BUGS if "witness" in name),
-    *("nobody starts anew", "some start anew too early"),
+    *("nobody starts anew", "some start anew too early", "a session starts from a turn on no disk"),
 )
 """Bugs that worlds without a witness do not show, or seldom."""
 OF_SPACE = ("only turns on disks are known",)
