@@ -170,11 +170,6 @@ def _start_from_known(self: SessionMeeting, samples: int) -> CommittedTurn | Non
     return start_session(fact.session, known, fact.seats, samples)
 
 
-def _common_start_too_early(member: IslandMember, awaited: set[int], seen: Any) -> bool:
-    fact = member.fact
-    return fact is not None and member.seated and awaited <= seen.restarted(fact.seats)
-
-
 Patch = tuple[object, str, Any]
 BUGS: dict[str, Patch] = {
     "a majority is one too few": (CHAIR, "majority", lambda n: max(1, n // 2)),
@@ -216,19 +211,15 @@ BUGS: dict[str, Patch] = {
         session_meeting, "number_session", lambda known, starter: known + 1,
     ),
     "nobody starts anew": (member_world, "needs_common_start", lambda *given: False),
-    "some start anew too early": (member_world, "needs_common_start", _common_start_too_early),
     "a witness keeps its seat": (WitnessSeat, "must_restart", lambda self, member, is_late: False),
     "a witness decides for weights that nobody has": (
         WitnessSeat, "may_decide", lambda self, member: True,
-    ),
-    "a witness takes a restarted island for a lost turn": (
-        WitnessSeat, "_is_lost", lambda self, member, fact: True,
     ),
     "nobody awaits the witness": (HANDLERS, "CastVote", _decide_without_witnesses),
 }  # fmt: skip
 OF_WITNESSES = (
     *(name for name in BUGS if "witness" in name),
-    *("nobody starts anew", "some start anew too early", "a session starts from a turn on no disk"),
+    *("nobody starts anew", "a session starts from a turn on no disk"),
 )
 """Bugs that worlds without a witness do not show, or seldom."""
 OF_SPACE = ("only turns on disks are known",)
