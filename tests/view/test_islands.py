@@ -59,7 +59,9 @@ def test_the_summary_adds_up_the_steps_of_all_islands(tmp_path: Path) -> None:
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folders = [tmp_path / "island-0", tmp_path / "island-1"]
+    (folders[0] / "events.jsonl").write_text(json.dumps(ended(0)) + "\n")
     text = summarise_run(folders[0], islands=folders)
+    assert "  islands      1 round, 96.2% used, 800 B per target and island" in text
     whole = "  trained      8 steps, 128 samples in 2 islands; mean of last losses 1.5000\n"
     assert whole in text
     assert "  island-0     3 steps, 48 samples; last loss 1.0000" in text

@@ -110,9 +110,12 @@ def sum_rounds(events: Iterable[Record]) -> RoundTotals | None:
 
 
 def islands_summary_line(
-    events: Sequence[Record], predicted: Mapping[str, Any] | None = None
+    events: Sequence[Record], predicted: Mapping[str, Any] | None = None, unit: str = "token"
 ) -> str:
     """Return one line for the summary at a run's end; "" for a run without rounds.
+
+    Args:
+        unit: what the rounds count: a token of text, a target of other data.
 
     >>> one = {
     ...     "event": "round_committed",
@@ -137,7 +140,7 @@ def islands_summary_line(
         beside = f" (foreseen {said['utilisation']:.1%})" if "utilisation" in said else ""
         parts.append(f"{figures['utilisation']:.1%} used{beside}")
     if "bytes_per_token" in figures:
-        parts.append(f"{bytes_text(figures['bytes_per_token'])} per token and island")
+        parts.append(f"{bytes_text(figures['bytes_per_token'])} per {unit} and island")
     if found.spread is not None:
         parts.append(f"weights {found.spread:.2%} apart")
     return ", ".join(parts)

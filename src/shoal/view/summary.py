@@ -59,7 +59,10 @@ def summarise_run(folder: Path, width: int = 80, islands: Sequence[Path] = ()) -
         ("sent", lambda: _sent_text(steps)),
         ("foreseen", lambda: _forecast_text(plan, steps, events)),
         ("", lambda: _comment_text(plan, steps)),
-        ("islands", lambda: islands_summary_line(events, _islands_forecast(plan))),
+        (
+            "islands",
+            lambda: islands_summary_line(events, _islands_forecast(plan), _round_unit(plan)),
+        ),
         ("waited", lambda: _waits_text(steps, events)),
         ("restarts", lambda: _restarts(events)),
         ("skipped", lambda: _skipped_text(events)),
@@ -142,6 +145,11 @@ def _trained_text(steps: list[Record], plan: Record, start: int) -> str:
     took = f" in {seconds_text(sum(times))}" if times else ""
     word = "step" if len(steps) == 1 else "steps"
     return f"{len(steps)} {word}, {count_text(total)} {count_unit(plan)}{took}; last loss {loss}"
+
+
+def _round_unit(plan: Record) -> str:
+    """Return what the rounds of islands count."""
+    return "target" if plan and count_unit(plan) != "tokens" else "token"
 
 
 def _islands_trained_text(folders: Sequence[Path]) -> str:
