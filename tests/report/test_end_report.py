@@ -14,6 +14,7 @@ import pytest
 from test_verdict import make_run
 from typer.testing import CliRunner
 
+from shoal.checkpoint.format.manifest import FILE_NAME
 from shoal.cli import ending, start
 from shoal.cli.main import app
 from shoal.launch import RunOutcome, end_report
@@ -105,6 +106,15 @@ def test_a_report_that_fails_is_no_failure_of_the_run(
     assert ending.write_end_report(tmp_path / "nothing") == ""
     gone = tmp_path / "gone"
     assert report_page.write_end_report(gone) == f"report: not written, {gone} is gone"
+
+
+def test_a_short_run_of_islands_names_the_command_that_lists_its_owners(tmp_path: Path) -> None:
+    saved = tmp_path / "island-0" / "checkpoints" / "step-10"
+    saved.mkdir(parents=True)
+    write_rows(tmp_path / "island-0", 10, 0.01)
+    assert ending.write_end_report(tmp_path) == "", "before its first checkpoint"
+    (saved / FILE_NAME).write_text("{}")
+    assert ending.write_end_report(tmp_path) == f"report: shoal report {tmp_path}"
 
 
 def test_a_run_of_islands_is_measured_by_its_islands(tmp_path: Path) -> None:

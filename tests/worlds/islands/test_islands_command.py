@@ -241,6 +241,7 @@ def test_the_page_of_owners_simulates_phones(tmp_path: Path) -> None:
     assert f"  trained      {made} steps, " in output
     assert " in 2 islands; mean of " in output
     assert "report: " in output
+    assert events(command.run, 0, "validated")[-1]["owners"] == 50
 
 
 @pytest.mark.proof("faults")
