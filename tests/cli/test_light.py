@@ -63,6 +63,17 @@ def test_the_watchdog_of_a_users_loop_loads_no_supervisor() -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
 
 
+def test_the_supervisor_of_an_island_loads_nothing_that_draws_or_plans() -> None:
+    """Each island of a machine has one, a process that imports for itself."""
+    heavy = ("shoal.view.live", "rich", "shoal.planning.settle", "shoal.config.resolve")
+    script = (
+        "import sys, shoal.cli.workers.island_supervisor; "
+        f"sys.exit(str([name for name in {heavy} if name in sys.modules] or ''))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True)
+    assert found.stderr.strip() == b"", found.stderr
+
+
 SHOAL, BARE = [sys.executable, "-m", "shoal"], [sys.executable, "-c", ""]
 TIMES = 20.0
 """CPU time of --help at most, in that of `python -c ''`: 0.2 s where that takes 0.01 s."""
