@@ -18,6 +18,7 @@ import mends
 import touch_blocks
 
 import affected
+import quick
 
 SOURCE = '''\
 """A file."""
@@ -178,6 +179,16 @@ def test_a_commit_that_is_none_is_refused(tree: Path, capsys: pytest.CaptureFixt
     assert "nowhere: no such commit; try: " in capsys.readouterr().err
     assert affected.main([]) == 0
     assert "no test executes what differs from HEAD" in capsys.readouterr().err
+
+
+def test_a_room_that_the_map_lacks_runs_the_tests_that_name_it(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quick, "ROOT", tree)
+    (tree / TESTS[1]).write_text("import shoal.later.file\n")
+    assert quick.tests_of_room(affected.TouchMap(), "later", 20.0) == [TESTS[1]]
+    assert "the map has no file of later; try: make proof PART=touch" in capsys.readouterr().err
+    assert quick.tests_of_room(affected.TouchMap(), "room", 20.0) == [TESTS[1], TESTS[0]]
 
 
 def test_every_mend_of_the_list_is_a_hunk_of_the_source() -> None:
