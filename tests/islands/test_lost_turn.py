@@ -217,6 +217,8 @@ def test_a_turn_without_a_merge_is_on_the_disk_before_a_vote(tmp_path: Path) -> 
     assert again.find_later(None) is None, "without the checkpoint its weights are lost"
     merged = commit(joined._replace(seats=(FIRST, THIRD), dealt=joined.dealt[:2]), "later", FIRST)
     assert again.find_later(merged) == merged, "a later checkpoint counts"
+    later = joined._replace(turn=joined.turn + 1)
+    assert again.find_later(later) == later, "a copied checkpoint may have the later turn"
     (tmp_path / "turn.json").write_text("{}")
     assert again.find_later(alone) == alone
     checkpoints_in(tmp_path, is_first=False).keep_turn(joined)
