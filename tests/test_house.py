@@ -218,8 +218,9 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
     # 7_900 before a small model was tried on samples together and apart; 8_060 before islands had a
     # smallest number, and how long they wait for it, among the keys of a layout; 8_070 before that
     # trial refused collectives of the model; 8_130 before batches held lists and objects.
-    # 8_260 before new shapes of a batch were in the name of its call.
-    assert sum(map(lines_of_code, files)) <= 8_280
+    # 8_260 before new shapes of a batch were in the name of its call; 8_280 before backward hooks,
+    # buffers that a loop writes and weights in one memory were named.
+    assert sum(map(lines_of_code, files)) <= 8_350
 
 
 FOUR_RANKS = """
@@ -325,8 +326,9 @@ def test_what_a_rank_of_a_divided_model_loads(
     # 14_130 before writes to divided weights; 14_600 before parts that look like whole weights;
     # 15_000 before batches held lists and objects, and wholes under tp × fsdp and ep × fsdp;
     # 15_190 before ranks compared the findings of their first steps; 15_210 before new shapes
-    # of a batch were in the name of its call.
-    assert sum(map(lines_of_code, files)) <= 15_260
+    # of a batch were in the name of its call; 15_260 before bent gradients, written buffers and
+    # shared rows of a sample were found.
+    assert sum(map(lines_of_code, files)) <= 15_360
 
 
 def test_the_simulated_device_is_small() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -109,3 +111,27 @@ LEFT_ALONE = {
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_what_is_no_state_is_left_alone(name: str) -> None:
     assert told(LEFT_ALONE[name]()) == []
+
+
+def draws_by_torch(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.randn(x.shape, generator=module.drawn)
+
+
+def draws_by_numpy(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + float(module.drawn.random())
+
+
+GENERATORS = {
+    "torch": (draws_by_torch, torch.Generator),
+    "numpy": (draws_by_numpy, np.random.default_rng),
+    "older numpy": (draws_by_numpy, np.random.RandomState),
+    "python": (draws_by_numpy, random.Random),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generator_of_the_model_is_named_if_a_pass_draws_from_it(name: str) -> None:
+    act, build = GENERATORS[name]
+    (line,) = told(Keeps(act, drawn=build()))
+    assert "the forward pass draws from drawn, a generator of its own" in line
+    assert told(Keeps(lambda module, x: x, drawn=build())) == []

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
-from shoal.trainer.guards.first_step_checks import FirstStepLoss, _count_compared_samples
+from shoal.trainer.guards.first_step_checks import FirstStepLoss, count_compared_samples
 
 Tensor = torch.Tensor
 B, T, C = 6, 5, 4
@@ -98,7 +98,7 @@ def asked(loss: Callable[..., object], outputs: object, targets: Tensor) -> int:
     held = tuple(leaf.clone().requires_grad_() * 1 for leaf in leaves)
     given = held if isinstance(outputs, tuple) else held[0]
     result = loss(given, targets)
-    found = _count_compared_samples(result, given, targets)
+    found = count_compared_samples(result, given, targets)
     total = result[0] if isinstance(result, tuple) else result
     total.sum().backward()  # the graph is still there for the run's own backward pass
     return found

@@ -49,3 +49,41 @@ def trained(world: World, layout: str, masked: list[int], steps: int = 3) -> dic
     for undo in run.program.on_close:
         undo()
     return {"lines": [line for line in heard.lines if "loss: " in line]}
+
+
+class Centred(nn.Module):
+    """A layer over inputs minus a buffer that the loop moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x - self.mean)
+        return out
+
+
+def moved(world: World, layout: str, *, alike: bool) -> list[str]:
+    """Train three steps; the loop moves a buffer by this rank's samples, or by those of all.
+
+    Returns:
+        Lines of this rank about the buffer.
+    """
+    torch.manual_seed(0)
+    net = Centred().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with Lines() as heard:
+        run = shoal.parallelize(
+            net, optimizer, lambda o, y: ((o - y).square().sum(), len(y)), layout, world=world,
+            precision="fp64",
+        )  # fmt: skip
+        for step in range(3):
+            x, y = drawn(step, 8, 6), drawn(step + 50, 8, 4)
+            rows = slice(*BOUNDS[world.rank])
+            run.model.mean.lerp_((x if alike else x[rows]).mean(0), 0.1)
+            run.step((x[rows], y[rows]))
+    run.guards.close()
+    for undo in run.program.on_close:
+        undo()
+    return [line for line in heard.lines if "buffer" in line]

@@ -61,6 +61,13 @@ def check_user_optimizer(
                 f"optimizer: the function gave {type(optimizer).__name__}, a torch.optim.Optimizer "
                 f"is wanted"
             )
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # set by torch's own __init__
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} was made without Optimizer.__init__, as "
+            f"wrappers around another optimizer are, so its step has no hooks; try: "
+            f"super().__init__(params, {{}}) in it, or the inner optimizer, and the wrapper's work "
+            f"between steps"
+        )
     names = {id(p): n for n, p in module.named_parameters(remove_duplicate=False)}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):

@@ -12,6 +12,7 @@ comparison: under most layouts a rank needs only a part of them.
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -105,3 +106,30 @@ def _describe_tensor(entry: list[object] | None, with_strides: bool) -> str:
     shape, dtype, trains, strides = entry
     kept = f", strides {strides} (memory format)" if with_strides else ""
     return f"{shape} {dtype}{'' if trains else ', frozen'}{kept}"
+
+
+def refuse_shared_memory(module: nn.Module, layout: str) -> None:
+    """Raise PlanError for two weights in one memory (`a.data = b.data`) where ranks step parts.
+
+    Each would get a memory of its own, so that they train apart.
+
+    Args:
+        module: the whole model.
+        layout: as a line.
+
+    Raises:
+        PlanError: names both weights.
+    """
+    spans: list[tuple[int, int, int, str]] = []
+    for name, p in module.named_parameters():
+        if not p.is_meta and p.numel():
+            memory, start = p.untyped_storage().data_ptr(), int(p.storage_offset())
+            size = 1 + sum(int((n - 1) * by) for n, by in zip(p.shape, p.stride(), strict=True))
+            spans.append((memory, start, start + size, name))
+    for (memory, _, stop, one), (other_memory, start, _, other) in pairwise(sorted(spans)):
+        if memory == other_memory and start < stop:
+            raise PlanError(
+                f"model: {one} and {other} are two weights in one memory (a.data = b.data), and "
+                f"layout {layout} moves each to its own "
+                f"memory, so they would train apart; try: one weight, as a.weight = b.weight"
+            )

@@ -55,6 +55,9 @@ class SampleForward(Protocol):
     def __call__(self, program: Program, module: nn.Module) -> Any:
         """Return the module's outputs for the samples."""
 
+    def place(self, program: Program) -> tuple[Program, ModelDivision]:
+        """Place every tensor by this pass, as `place` does."""
+
 
 def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
     """Make a program of the whole module and give every rank rank 0's weights; nothing is cut yet.
@@ -67,6 +70,8 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
             first, since the record of the model takes seconds.
     """
     _check_forward(module, plan)
+    if plan.layout.zero or plan.layout.tp > 1:
+        compare_weights.refuse_shared_memory(module, plan.layout.text())
     for technique in _enabled_techniques(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check", None):
             check(plan, world.device)

@@ -41,7 +41,6 @@ from shoal.parallel.compose import (
     offload_optimizer,
     place,
     prepare,
-    record_forward,
     wrap,
 )
 from shoal.parallel.program import trainable_parameters
@@ -302,7 +301,7 @@ def start_run(
         module.train()
     look = _make_sample_forward(sample, plan, world)
     program = prepare(module, plan, world)
-    program, derived = place(program, record_forward(program, look), look.samples if look else 0)
+    program, derived = place(program, None) if look is None else look.place(program)
     del look  # its samples are on the device
     trim_heap()  # passes over the whole model, and layers in float64, left free heap
     program = materialise(program, derived)

@@ -80,7 +80,7 @@ class Run(StepRunner):
         self.tokenizer_check: TokenizerCheck | None = None
         self.tells_validation = True
         self.validated_by_source: dict[str, SourceLoss] = {}
-        self._closed = False
+        self._closed = self._has_joined = False
         self.lease: RunLease | None = None
         self._restored: set[Path] = set()
         if program.plan.layout.zero or program.pipe.size > 1:
@@ -249,6 +249,9 @@ class Run(StepRunner):
                 notice=None
                 if self.guards.optimizer.state_checked
                 else self.guards.findings.emit_rank_notice,
+                coupled=self.coupled,
+                groups=self.optimizer.param_groups,
+                joining=self._note_joining,
             )
         # Where every pass gathers parameters all ranks make the same calls.
         around = self.guards.around(self.step_count + 1, len(share.micro_batches))
@@ -260,6 +263,12 @@ class Run(StepRunner):
         with self.meeting.at("run.micro_batches"):
             self.accept_sums(tally, own.spare)
             self.open_gradients("run.micro_batches")
+
+    def _note_joining(self, line: str) -> None:
+        """Print the line on passes of weight 0, once in a run."""
+        if not self._has_joined:
+            self._has_joined = True
+            self.recorder.emit_rank_notice(line)
 
     @collective_call("run.backward")
     def backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,42 @@ def an_adjacency_beside_as_many_samples(script: Script) -> None:
         return (x, LINKS), y
 
     train(script, Wide, batch)
+
+
+class Graph(Chain):
+    """A graph network: every block mixes the rows of the nodes by one adjacency."""
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        x, links = inputs
+        for block in self.layers:
+            x = block(links @ x)
+        return self.head(x)
+
+
+def graph_batch(script: Script) -> Callable[[int], Any]:
+    """Return batches of nodes; ranks with nodes of their own have graphs without links between."""
+    bounds = CUTS[script.shares]
+    parts = [LINKS[a:b, a:b] / (b - a) for a, b in itertools.pairwise(bounds)]
+
+    def batch(step: int) -> Any:
+        x, y = script.share(step, X, Y)
+        links = torch.block_diag(*parts) if script.alone else parts[script.own_share]
+        return (x, links), y
+
+    return batch
+
+
+@habit("models", sums=True)
+def nodes_of_a_graph_and_their_adjacency(script: Script) -> None:
+    """Node features [8, 6] and links [8, 8], in one pass: `A @ x` in every block."""
+    batch = graph_batch(script)
+    script.train(script.begin(net(Graph), sample=batch(0), micro_batch=None), batch=batch)
+
+
+@habit("models", sums=False)
+def nodes_of_a_graph_in_micro_batches(script: Script) -> None:
+    """The same where a micro-batch has two nodes, whose neighbours are in others."""
+    train(script, Graph, graph_batch(script))
 
 
 @habit("loops", sums=True)

@@ -134,14 +134,29 @@ CELLS = [
     ("per_sample_norms_by_vmap", "tp", "named", "inside of torch.func"),
     ("per_sample_norms_by_vmap", "fsdp", "named", "inside of torch.func"),
     ("gradients_reduced_by_hand", "zero2", "named", "torch.distributed.allreduce of a weight"),
+    ("weights_that_share_memory_by_data", "zero2", "named", "two weights in one memory"),
+    ("weights_that_share_memory_by_data", "ddp", "right", ""),
+    ("a_gan_of_two_runs", "fsdp", "right", ""),
+    ("nodes_of_a_graph_and_their_adjacency", "pp", "right", ""),
+    ("gradients_clamped_by_a_function", "fsdp", "named", "its backward pass is not linear"),
+    ("gradients_clamped_by_a_module_hook", "pp", "named", "1 module with a backward hook"),
+    ("a_normaliser_averaged_over_ranks", "ddp", "named", "times the number of ranks"),
+    ("contrastive_in_a_written_out_pass", "zero2", "named", "depends on the others beside it"),
+    ("noise_by_a_generator_of_the_model", "ddp", "named", "a generator of its own"),
+    ("an_optimizer_that_wraps_another", "ddp", "named", "made without Optimizer.__init__"),
     ("noise_that_differs_by_rank_on_weights", "cp", "named", "changed beside the run, or by"),
     ("a_running_statistic_of_instance_norm", "tp", "named", "so 4 times in a step"),
     ("a_fresh_table_in_each_step", "tp", "right", ""),
-    ("an_adjacency_beside_as_many_samples", "tp", "named", "if all samples share one of these"),
+    ("an_adjacency_beside_as_many_samples", "tp", "right", ""),
     ("a_classifier_by_cosines", "pp", "right", ""),
     ("parts_of_a_module_dict_called_in_the_loop", "fsdp", "named", "has no forward() of its own"),
+    ("nodes_of_a_graph_and_their_adjacency", "tp", "right", ""),
+    ("a_gan_of_two_runs", "zero2", "right", ""),
+    ("weights_that_share_memory_by_data", "fsdp", "named", "two weights in one memory"),
+    ("a_mean_over_all_ranks_times_their_number", "ddp", "named", "times the number of ranks"),
+    ("gradients_clamped_by_a_function", "ddp", "named", "its backward pass is not linear"),
 ]
-ADDED = 42
+ADDED = 47
 """The last rows: each holds a guard that no other test does."""
 SHORT = [
     *(cell[:2] for cell in (*CELLS[:20], *CELLS[-ADDED:])),

@@ -26,3 +26,11 @@ def test_a_finding_of_all_ranks_has_one_line(worlds) -> None:
 def test_nothing_is_said_where_nothing_is_found(worlds) -> None:
     for one in worlds(2).call("rank_findings_case:trained", layout="ddp", masked=[]):
         assert one["lines"] == []
+
+
+def test_a_buffer_that_each_rank_writes_for_itself_is_named_once(worlds) -> None:
+    first, other = worlds(2).call("rank_findings_case:moved", layout="ddp", alike=False)
+    assert len(first) == 1
+    assert "buffer mean was written between steps, by other numbers on each rank" in first[0]
+    assert other == []
+    assert worlds(2).call("rank_findings_case:moved", layout="ddp", alike=True) == [[], []]

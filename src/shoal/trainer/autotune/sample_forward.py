@@ -1,12 +1,17 @@
 """Forward pass on a few samples, from which tp, pp, cp and ep are derived.
 
 Every rank runs the same samples: a fact that one rank derives about the model must hold on all.
+
+A tensor that all samples share may have as many rows as there are samples (a table, an adjacency),
+so that the first rows of it break the model. The pass then runs again with such tensors whole, and
+at last with the whole batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,13 +19,16 @@ from torch import nn
 from shoal.base.errors import ConfigError, shorten
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
-from shoal.parallel.compose import SampleForward
+from shoal.parallel.compose import SampleForward, place, record_forward
 from shoal.parallel.program import Program, dtype_of
 from shoal.trainer._torch import pytree
 from shoal.trainer.batches.batch_split import batch_length, split_into_micro_batches
 from shoal.trainer.batches.batch_values import NEAREST
 from shoal.trainer.step.call_contract import call_model, split_batch
 from shoal.trainer.step.micro_batch import prepare_batch
+
+if TYPE_CHECKING:
+    from shoal.parallel.placement_rows import ModelDivision
 
 LOOKED_AT = 3
 """Number of samples: few, for speed, and no power of two, unlike most degrees."""
@@ -60,17 +68,43 @@ def build_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward
     if layout.cp > 1:  # one rank may lack memory for all tokens of a long sequence
         few = _shorten_tokens(few, layout.cp)
 
-    return _SampleForward(few, plan.call, samples, batch_length(given))
+    return _SampleForward(few, plan.call, samples, given)
+
+
+class _CutSampleError(ConfigError):
+    """A ConfigError: the model failed on the first samples of a batch."""
 
 
 @dataclass(frozen=True)
 class _SampleForward:
-    """Forward pass on a batch of `samples` samples, the first of `given` ones."""
+    """Forward pass on a batch of `samples` samples, the first of those of `given`."""
 
     batch: Any
     call: str
     samples: int
-    given: int
+    given: Any
+
+    def place(self, program: Program) -> tuple[Program, ModelDivision]:
+        """Place every tensor of a model by what it does with the samples.
+
+        Args:
+            program: of the whole model.
+
+        Raises:
+            ConfigError: the model fails on these samples.
+            PlanError: the model cannot be divided as the layout asks.
+        """
+        try:
+            return place(program, record_forward(program, self), self.samples)
+        except _CutSampleError:
+            from shoal.trainer.autotune.shared_sample import list_wider_batches  # a rare batch
+
+            for batch, samples in list_wider_batches(self.given, self.samples):
+                sent = _broadcast_batch(batch, program.world)
+                wider = replace(self, batch=sent, samples=samples)
+                with contextlib.suppress(_CutSampleError):
+                    return place(program, record_forward(program, wider), samples)
+            raise
 
     def __call__(self, program: Program, module: nn.Module) -> Any:
         """Return the module's outputs for the batch."""
@@ -83,12 +117,13 @@ class _SampleForward:
             except (RuntimeError, IndexError, ValueError) as error:
                 shapes = [list(one.shape) for one in pytree.tree_leaves(inputs)
                           if isinstance(one, torch.Tensor) and one.ndim]  # fmt: skip
-                if self.samples == self.given or len(shapes) < 2:
+                given = batch_length(self.given)
+                if self.samples == given or len(shapes) < 2:
                     raise
-                raise ConfigError(
+                raise _CutSampleError(
                     f"sample=: the model raised {type(error).__name__} ({shorten(str(error))}) on "
                     f"inputs {', '.join(map(str, shapes))}, the first {self.samples} of "
-                    f"{self.given} samples; if all samples share one of these tensors, "
+                    f"{given} samples; if all samples share one of these tensors, "
                     f"{NEAREST}"
                 ) from error
 
@@ -112,14 +147,14 @@ def _broadcast_batch(batch: Any, world: World) -> Any:
     """Broadcast rank 0's batch to every rank: what it shows of the model must hold on all ranks."""
     leaves, form = pytree.tree_flatten(batch)
     told = [(list(v.shape), dtype_of(v)) if isinstance(v, torch.Tensor) else None for v in leaves]
-    for place, spec in enumerate(world.broadcast_json(told)):
+    for number, spec in enumerate(world.broadcast_json(told)):
         if spec is None:
             continue
         own = (
-            leaves[place].to(world.device).contiguous()
+            leaves[number].to(world.device).contiguous()
             if world.is_first
             else torch.empty(spec[0], dtype=getattr(torch, spec[1]), device=world.device)
         )
         world.broadcast(own)
-        leaves[place] = own
+        leaves[number] = own
     return pytree.tree_unflatten(leaves, form)

@@ -67,6 +67,15 @@ class RunGuards(Guards):
 
             self.findings = findings = RankFindings(program, recorder)
             compared.append(findings)
+            if program.data.size > 1:
+                from shoal.trainer.guards._torch import intercept_collectives
+
+                intercept_collectives()
+            divided = program.data.size == 1 or program.pipe.size > 1 or program.cuts
+            if not divided and any(True for _ in program.module.buffers()):
+                from shoal.trainer.guards.written_buffers import WrittenBuffersGuard
+
+                compared.append(WrittenBuffersGuard(program, findings.notice))
         notice = self.findings.notice
         drift = CorruptionCheck(program, optimizer, average, recorder)
         self.writes = ExternalWriteGuard(program, optimizer, notice, agreed, drift)

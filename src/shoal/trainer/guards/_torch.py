@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, cast
@@ -23,6 +24,7 @@ __all__ = [
     "INIT",
     "PARTS",
     "REDUCTIONS",
+    "SUMS",
     "AbsentParameter",
     "AbsentTensor",
     "Found",
@@ -81,9 +83,23 @@ def _wrap_collective(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
             for leaf in one if isinstance(one, list | tuple) else (one,):
                 if hasattr(type(leaf), "part_of_weight") and leaf.ndim:
                     raise reports.writes_report.collective_error(name)
-        return call(*args, **kwargs)
+        done = call(*args, **kwargs)
+        if name == "all_reduce" and done is None and "group" not in kwargs:
+            _keep_sum(args, kwargs)
+        return done
 
     return asking
+
+
+SUMS: deque[torch.Tensor] = deque(maxlen=8)
+"""Numbers that user code has summed over all ranks, the newest last."""
+
+
+def _keep_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep a single number that user code has summed over all ranks."""
+    tensor = args[0] if args else kwargs.get("tensor")
+    if isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
+        SUMS.append(tensor.detach().clone().reshape(()))
 
 
 class GradientOwner(Protocol):

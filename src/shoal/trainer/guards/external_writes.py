@@ -131,12 +131,16 @@ class ExternalWriteGuard(Guard):
             ConfigError: gradients that no step will use, or other parameters than before.
         """
         self._step = step
+        changed = self._changed_gradients() if self.watching else []  # of aliases, where they lie
         if self._halves is not None:
             self._halves.release()
+        for one in list(_all):  # the loss of one run may go through the model of another
+            if one is not self and one._halves is not None:
+                one._halves.release_if_over()
         if not self.watching:
             return
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
-        if not failed and has_nonzero_gradient(self._changed_gradients()):
+        if not failed and has_nonzero_gradient(changed):
             self._under_way = False
             raise reports.writes_report.foreign_change_error()
         if self._closely and (held := self._parameter_owners()) != self._held:

@@ -102,7 +102,7 @@ class FirstStepLoss:
             self.dropped |= reports.model_notices.list_dropped_losses(outputs)
             self._note_other_kernels(outputs)
         outputs = pytree.tree_map(
-            _without_hooks, forbid_double_backward(outputs, self.once) if self.once else outputs
+            without_hooks, forbid_double_backward(outputs, self.once) if self.once else outputs
         )
         # A single rank cannot count twice, and may have other runs in threads.
         ranks = _record_rank_calls(self.asked) if self.ranks > 1 else nullcontext()
@@ -115,7 +115,7 @@ class FirstStepLoss:
             _refuse_pairs(plain, outputs, targets)
         self._check_connected(plain)
         if self.micro_batches > 1 and not self.looked:
-            self.looked, self.together = True, _count_compared_samples(plain, outputs, targets)
+            self.looked, self.together = True, count_compared_samples(plain, outputs, targets)
         if self.copied:
             self._watch_outputs(outputs, targets)
         if self.foreign is None:
@@ -329,7 +329,7 @@ MOST = 1 << 20
 """Largest number of output elements whose second derivative is taken."""
 
 
-def _count_compared_samples(result: Any, outputs: Any, targets: Any) -> int:
+def count_compared_samples(result: Any, outputs: Any, targets: Any) -> int:
     """Return how many samples a loss compares with each other; 0 if it sums them, or is unknown.
 
     A sum over samples has no second derivative by outputs of two of them.
@@ -351,7 +351,7 @@ def _count_compared_samples(result: Any, outputs: Any, targets: Any) -> int:
     return 0
 
 
-def _without_hooks(leaf: Any) -> Any:
+def without_hooks(leaf: Any) -> Any:
     """Return an alias of an output whose hooks wait for the backward pass, so that none runs early.
 
     Under fsdp hooks gather all weights and, at the end, reduce all gradients.
@@ -377,8 +377,9 @@ def _is_coupled(total: torch.Tensor, outputs: torch.Tensor) -> bool:
     return bool(sizes[1:].max() > 1e-6 * sizes.max())
 
 
-PASSED = ("ToCopyBackward0", "NegBackward0", "AliasBackward0", "ViewBackward0", "CloneBackward0")
-"""Operations after which a mean is still one."""
+PASSED = ("ToCopyBackward0", "NegBackward0", "AliasBackward0", "ViewBackward0", "CloneBackward0",
+          "_FollowChainBackward")  # fmt: skip
+"""Operations after which a mean is still one; the last is that of fsdp's outputs."""
 
 
 def _refuse_pairs(losses: Any, outputs: Any, targets: Any) -> None:
@@ -406,7 +407,7 @@ def refuse_mean(
     """
     node = getattr(total, "grad_fn", None)
     while node is not None and node.name() in PASSED:
-        node = node.next_functions[0][0]
+        node = node.next_functions[-1][0]
     if node is None:
         return
     reduction = getattr(node, "_saved_reduction", None)

@@ -149,6 +149,11 @@ class HalfStepGradients:
             parameter.grad = stand_in
         watch_clipping(self)
 
+    def release_if_over(self) -> None:
+        """Stop protecting the gradients after an update, since another run begins a step."""
+        if self._over:
+            self.release()
+
     def release(self) -> None:
         """Stop protecting the gradients, since another step begins or the run is closed."""
         WATCHED.discard(self)

@@ -7,6 +7,9 @@ intended.
 
 The check takes two steps: the second must read and replace the tensor that the first left in an
 attribute. Tables that are computed once (rotary angles, masks) are not reported.
+
+A random generator of the model's own is reported after the first step, if a forward pass drew from
+it: every rank draws the same numbers for other samples, and each micro-batch goes on in it.
 """
 
 from __future__ import annotations
@@ -37,6 +40,10 @@ OWN = frozenset(vars(nn.Module()))
 
 ASKED = frozenset({"__get__", "size", "dim", "numel", "stride", "is_floating_point"})
 """Functions that read a tensor's form, and none of its numbers."""
+
+
+GENERATORS = frozenset({"Generator", "RandomState", "Random"})
+"""Names of classes of random generators."""
 
 
 class HiddenStateGuard(Guard):
@@ -72,9 +79,18 @@ class HiddenStateGuard(Guard):
     @contextmanager
     def _watch_first_step(self, counts: bool) -> Iterator[None]:
         before = list_attribute_numbers(self.module) if counts else {}
-        yield
+        with self._watch_generators():
+            yield
         self._counting = _changed(before, list_attribute_numbers(self.module)) if counts else set()
         self._left = _with_write_counters(list_attribute_tensors(self.module))
+
+    def _watch_generators(self) -> AbstractContextManager[None]:
+        held = {type(one).__name__ for part in self.module.modules() for one in vars(part).values()}
+        if held.isdisjoint(GENERATORS):
+            return nullcontext()
+        from shoal.trainer.guards.own_generators import watch_generators
+
+        return watch_generators(self.module, self.notice)
 
     @contextmanager
     def _watch_second_step(self) -> Iterator[None]:

@@ -5,7 +5,8 @@
 `run.backward(loss, count)` takes a sum, which `run.update` divides by the count of all ranks. A
 mean times a number is no sum, unless one of the factors is the count. A sum that was divided by its
 own elements or by its count is a mean, too. A number of the script is told from the length of a
-batch by the script's text, and by micro-batches of unequal sizes.
+batch by the script's text, and by micro-batches of unequal sizes. Loops that were written for DDP
+multiply by the number of ranks, since DDP takes a mean of their gradients; a run adds them up.
 
 Only a run's first step is read, since the host waits for the factors.
 """
@@ -27,10 +28,17 @@ import torch
 
 from shoal.base.attribute_patch import patch_attribute
 from shoal.parallel.program import Program
+from shoal.trainer.guards._torch import SUMS
 
 ALIASES = ("ToCopyBackward", "AliasBackward", "ViewBackward", "CloneBackward", "SqueezeBackward",
-           "UnsqueezeBackward", "ReshapeAliasBackward", "UnsafeViewBackward")  # fmt: skip
-"""Operations that change no number of a scalar."""
+           "UnsqueezeBackward", "ReshapeAliasBackward", "UnsafeViewBackward",
+           "_FollowChainBackward")  # fmt: skip
+"""Operations that change no number of a scalar; the last is that of fsdp's outputs."""
+LIMITS = ("ClampBackward", "ClampMinBackward", "ClampMaxBackward", "MinimumBackward",
+          "MaximumBackward", "HardtanhBackward", "WhereBackward", "ReluBackward")  # fmt: skip
+"""Operations that limit a scalar."""
+LIMITED = -1
+"""Elements of a term that is a limited scalar."""
 MEAN, SUM = 1, 2
 """torch's numbers for `reduction="mean"` and `reduction="sum"`."""
 MOST = 64
@@ -44,12 +52,12 @@ class LossTerm:
     Attributes:
         mean: a mean over elements; else their sum.
         factors: numbers that multiply it; a divisor d is 1/d.
-        elements: elements that it is over; 0: not known.
+        elements: elements that it is over; 0: not known; LIMITED: a scalar that is limited.
     """
 
     mean: bool
     factors: tuple[float, ...]
-    elements: int
+    elements: float
 
     @property
     def factor(self) -> float:
@@ -74,7 +82,7 @@ def _read_node(
     """Read one operation: add a term, or return the operations before it with their factors."""
     name, before = node.name(), [one for one, _ in node.next_functions]
     if name.startswith(ALIASES):
-        return [(before[0], factors)]
+        return [(before[-1], factors)]
     if name.startswith("NegBackward"):
         return [(before[0], factors)]
     if name.startswith(("AddBackward", "SubBackward")):
@@ -91,19 +99,35 @@ def _read_node(
         if divides:
             number = 1 / number if number else math.inf
         return [(before[side], (*factors, number))]
-    reduction = getattr(node, "_saved_reduction", None)
-    if reduction in (MEAN, SUM):
-        held = getattr(node, "_saved_target", None)
-        found.append(LossTerm(reduction == MEAN, factors, 0 if held is None else held.numel()))
-        return []
     if name.startswith(("MeanBackward", "SumBackward")):
         sizes = getattr(node, "_saved_self_sym_sizes", None)
-        count = getattr(node, "_saved_self_sym_numel", None)
-        elements = math.prod(sizes) if count is None and sizes is not None else int(count or 0)
         if sizes is not None and not sizes:
             return [(before[0], factors)]  # of a scalar
-        found.append(LossTerm(name.startswith("Mean"), factors, elements))
+    if (term := _read_term(node, factors)) is not None:
+        found.append(term)
     return []
+
+
+def _read_term(node: Any, factors: tuple[float, ...]) -> LossTerm | None:
+    """Return the term of an operation that reduces many elements or limits one; None: another."""
+    name, reduction = node.name(), getattr(node, "_saved_reduction", None)
+    if name.startswith(LIMITS):
+        return LossTerm(False, factors, LIMITED)
+    if reduction in (MEAN, SUM):
+        held, weighed = (getattr(node, f"_saved_{key}", None) for key in ("target", "total_weight"))
+        if reduction == MEAN and weighed is not None:  # targets that are not ignored, by weight
+            return LossTerm(True, factors, float(weighed))
+        return LossTerm(reduction == MEAN, factors, 0 if held is None else held.numel())
+    if not name.startswith(("MeanBackward", "SumBackward")):
+        return None
+    return LossTerm(name.startswith("Mean"), factors, _count_reduced(node))
+
+
+def _count_reduced(node: Any) -> int:
+    """Return the number of elements of a sum or a mean; 0: not known."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    count = getattr(node, "_saved_self_sym_numel", None)
+    return math.prod(sizes) if count is None and sizes is not None else int(count or 0)
 
 
 WEIGHT_GRADIENTS = (
@@ -142,10 +166,14 @@ class LossTermsCheck:
         notice: prints a line of this rank.
         is_first: this rank prints what every rank finds.
         passes: micro-batches of the step over all ranks, at most.
+        ranks: all ranks, if some have samples of their own; else 1.
     """
 
-    def __init__(self, notice: Callable[[str], None], *, is_first: bool, passes: int) -> None:
+    def __init__(
+        self, notice: Callable[[str], None], *, is_first: bool, passes: int, ranks: int = 1
+    ) -> None:
         self.notice, self.is_first, self.passes = notice, is_first, passes
+        self.ranks = ranks
         self._weights: dict[tuple[int, int], tuple[set[float], set[float]]] = {}
         self._factors: dict[tuple[int, int], float] = {}
         self._divided: dict[tuple[int, int], str] = {}
@@ -185,8 +213,12 @@ class LossTermsCheck:
         """Return the line on a term that is a mean by itself, or ""."""
         if term.elements == 1:
             return ""
+        if term.elements == LIMITED:
+            return limited_line() if self.passes > 1 else ""
         if count is None:
-            alone = term.mean and all(one in _literals() for one in term.factors)
+            if not term.mean:
+                return multiplied_by_ranks_line() if self._undoes_a_mean(term) else ""
+            alone = all(one in _literals() for one in term.factors)
             return bare_mean_line(self.passes) if alone and self.passes > 1 else ""
         if term.mean:
             sizes = [one for one in map(abs, term.factors) if _is_multiple(one, count)]
@@ -198,6 +230,13 @@ class LossTermsCheck:
         own = (float(term.elements), count)
         normed = any(math.isclose(one, other) for one in divisors - _literals() for other in own)
         return divided_sum_line(count) if normed else ""
+
+    def _undoes_a_mean(self, term: LossTerm) -> bool:
+        """Return whether a sum is multiplied by the ranks, and divided by a sum over the ranks."""
+        if self.ranks < 2:
+            return False
+        factor = abs(math.prod(one for one in term.factors if one not in _literals()))
+        return any(math.isclose(factor * abs(float(one)), self.ranks) for one in SUMS)
 
     def _compare(self, term: LossTerm, count: float | None, key: tuple[int, int]) -> str:
         """Return a line if unequal micro-batches normalise a term each for itself, or "".
@@ -226,14 +265,21 @@ def _is_multiple(number: float, count: float) -> bool:
     return ratio > 0.5 and math.isclose(ratio, round(ratio), rel_tol=1e-6)
 
 
-def _literals() -> set[float]:
-    """Return the numbers by which the calling script multiplies or divides, from its text."""
+def read_script() -> ast.AST | None:
+    """Return the text of the function of the script that called; None if it cannot be read."""
     frame = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("shoal"):
         frame = frame.f_back  # type: ignore[assignment]
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(frame.f_code)))
+        return ast.parse(textwrap.dedent(inspect.getsource(frame.f_code)))
     except (OSError, SyntaxError, TypeError):
+        return None
+
+
+def _literals() -> set[float]:
+    """Return the numbers by which the calling script multiplies or divides, from its text."""
+    tree = read_script()
+    if tree is None:
         return set()
     pairs = [one for one in ast.walk(tree) if isinstance(one, ast.BinOp)]
     sides = [s for one in pairs if isinstance(one.op, ast.Mult | ast.Div)
@@ -267,6 +313,23 @@ def uneven_line(one: float, other: float) -> str:
     return (
         f"run.backward: an element weighs {one:g} in one micro-batch and {other:g} in another, so "
         f"the loss is normalised by each micro-batch for itself; {SUM_TRY}"
+    )
+
+
+def limited_line() -> str:
+    """Return the notice on a sum over a micro-batch that is limited (clamp, max)."""
+    return (
+        "run.backward: the loss of a micro-batch is limited (clamp, max, where) after its sum, so "
+        "each micro-batch is limited for itself; try: a limit for each sample, before the sum"
+    )
+
+
+def multiplied_by_ranks_line() -> str:
+    """Return the notice on a sum that undoes a mean over ranks, as gradients of DDP are."""
+    return (
+        "run.backward: the loss is a sum times the number of ranks, divided by a sum over ranks "
+        "(all_reduce), as a mean of gradients over ranks needs it; here gradients of ranks are "
+        "added up; try: run.backward(loss_sum, count), or loss_sum / run.total(count)"
     )
 
 

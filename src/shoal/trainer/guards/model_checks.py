@@ -36,7 +36,13 @@ from shoal.parallel._torch import BatchNorm
 from shoal.parallel.mutated_weights import refuse_mutated_weights
 from shoal.parallel.program import Program
 from shoal.trace.isolation.module_copies import copy_module, refuse_shared_parts
-from shoal.trainer._torch import count_accumulation_hooks, count_gradient_hooks, is_profiled
+from shoal.trainer._torch import (
+    count_accumulation_hooks,
+    count_backward_hooks,
+    count_gradient_hooks,
+    is_profiled,
+    list_hooks,
+)
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.first_step_checks import evaluation_mode_notice
 from shoal.trainer.guards.guard import Guard
@@ -143,7 +149,7 @@ def copy_for_trial(module: nn.Module) -> None:
     except Exception:  # it has what nobody can copy: a lock, a file, a group of processes
         return
     for layer in copied.eval().modules():
-        for hooks in (layer._forward_hooks, layer._forward_pre_hooks):
+        for hooks in list_hooks(layer):
             hooks.clear()
     COPIES[module] = copied
 
@@ -274,6 +280,8 @@ class ModelGuard(Guard):
         ]
         for line in check_hooks(hooks, self.program):
             self.stage_notice(line)
+        if hooked := [n for n, part in module.named_modules() if count_backward_hooks(part)]:
+            self.stage_notice(reports.model_notices.backward_hooks_line(hooked))
         loaded = isinstance(batch, StepBatch)
         if (self.cut_by_default or not loaded) and any(map(_has_buffers, module.modules())):
             self.cut_by_default = self.cut_by_default and not loaded
@@ -299,10 +307,27 @@ class ModelGuard(Guard):
         if is_profiled():  # the copy's passes are none of the step's: a later step tries it
             return
         several = self._passes > 1 or self.program.data.size > 1
-        trial = self.trial() if batch is not None and several else None
+        bends = batch is not None and may_bend_gradients(self.program.module)
+        trial = self.trial() if batch is not None and (several or bends) else None
         self._copy = self._made = None
-        if trial is not None and trial.compares_samples(self.program, batch):
+        if trial is None:
+            return
+        if several and trial.compares_samples(self.program, batch):
             self.notice(reports.model_notices.compared_samples_line())
+        if bends:
+            from shoal.trainer.guards.bent_gradients import find_bent_gradient
+
+            if name := find_bent_gradient(trial, self.program, batch):
+                self.notice(reports.model_notices.bent_gradient_line(name))
+
+
+def may_bend_gradients(module: nn.Module) -> bool:
+    """Return whether a script has backward functions of its own, or hooks in a forward pass."""
+    roots = {one.__module__.partition(".")[0] for one in torch.autograd.Function.__subclasses__()}
+    if roots - {"torch", "shoal", "transformers", "torchvision"}:
+        return True
+    codes = [getattr(type(part).forward, "__code__", None) for part in module.modules()]
+    return any(code is not None and "register_hook" in code.co_names for code in codes)
 
 
 def _has_buffers(part: nn.Module) -> bool:

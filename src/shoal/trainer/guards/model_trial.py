@@ -103,18 +103,34 @@ class ModelTrial:
         first = rows - rows // 2
         parts = list(split_into_micro_batches(whole, first, dict(known)))
         self.module.to(program.world.device)
-        together, again = self._call(whole), self._call(whole)
-        apart = [self._call(one) for one in parts]
-        columns = zip(*map(_list_leaves, (together, again, *apart)), strict=True)
+        together, again = self.call_module(whole), self.call_module(whole)
+        apart = [self.call_module(one) for one in parts]
+        columns = zip(*map(list_leaves, (together, again, *apart)), strict=True)
         found = {_judge_leaf(leaves, [first, rows - first]) for leaves in columns}
         outputs = next((one for one in (UNLIKE, OTHER_SHAPE, EQUAL) if one in found), "")
         return TrialOutcome(outputs, list(zip((together, *apart), (whole, *parts), strict=True)))
 
-    def _call(self, batch: Any) -> Any:
+    def takes_whole(self, program: Program, batch: Any) -> bool:
+        """Return whether the model takes a whole batch.
+
+        Args:
+            program: the run's, which prepares batches.
+            batch: the user's own.
+        """
+        try:
+            with torch.no_grad(), preserved_rng(), forbid_collectives():
+                self.module.to(program.world.device)
+                self.call_module(prepare_batch(program, batch))
+        except Exception:
+            return False
+        return True
+
+    def call_module(self, batch: Any) -> Any:
+        """Return the outputs of the copy for a batch."""
         return call_model(self.module, split_batch(batch)[0], self.call)
 
 
-def _list_leaves(outputs: Any) -> list[torch.Tensor]:
+def list_leaves(outputs: Any) -> list[torch.Tensor]:
     """Return the tensors of outputs."""
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, shorten
 from shoal.data.loading.dataset_kind import digest_of
 from shoal.data.loading.sample_seeds import preserved_rng
 from shoal.parallel.program import Program
@@ -112,11 +112,14 @@ class SharedTensorCheck:
 
         loss = None if self.loss is None else copy_loss(self.loss, self.program.module)
 
+        failures = list[Exception]()
+
         def attempt(shared: tuple[str, ...]) -> tuple[TrialOutcome, bool | None]:
             more = dict.fromkeys(shared, SHARED)
             try:
                 one = trial.compare(self.program, batch, {**known, **more})
-            except Exception:  # the cut of a table may break the model, as any other mistake
+            except Exception as error:  # the cut of a table may break the model, as any mistake
+                failures.append(error)
                 return TrialOutcome(), None
             return one, None if loss is None else _add_up(loss, one.calls)
 
@@ -132,13 +135,16 @@ class SharedTensorCheck:
         bare = self.loss is None or (is_default(self.loss) and adds_up is None)
         by_outputs = bare and plain.outputs not in (EQUAL, OTHER_SHAPE)
         tried = [path for path in columns if path not in found]
-        for shared in _subsets(tried, inputs):
+        tries = list(_subsets(tried, inputs))
+        for shared in tries:
             one, adds_up = attempt(shared)
             if one.outputs == EQUAL and (adds_up or (by_outputs and adds_up is None)):
                 trial.outcome = one
                 for path in shared:
                     self.notice(shared_line(path, list(columns[path].tensor.shape)))
                 return {**found, **dict.fromkeys(shared, SHARED)}
+        if len(failures) > len(tries) and trial.takes_whole(self.program, batch):
+            raise ConfigError(uncut_text(columns, self.cut, failures[0]))
         return found
 
     def _compare_steps(self, columns: dict[str, TriedColumn], known: Readings) -> None:
@@ -262,6 +268,23 @@ def shared_line(path: str, shape: list[int]) -> str:
         f"every micro-batch gets it whole, since its rows alone give other outputs, or another "
         f"loss, than the whole batch; if it has a row per sample, and samples are compared on "
         f"purpose, try: coupled=True"
+    )
+
+
+def uncut_text(columns: dict[str, TriedColumn], cut: int, error: Exception) -> str:
+    """Return the error for a model that takes a whole batch, and no part of it.
+
+    Args:
+        columns: tensors of the batch that are cut.
+        cut: samples of a micro-batch.
+        error: of the model with a part.
+    """
+    shapes = ", ".join(str(list(one.tensor.shape)) for one in columns.values())
+    return (
+        f"batch: of tensors {shapes} the model takes all samples, and raises "
+        f"{type(error).__name__} ({shorten(str(error))}) on some of them, as micro-batches of "
+        f"{cut} are: samples need each other (nodes of one graph); try: no micro_batch, or a batch "
+        f"of a class whose slices are graphs"
     )
 
 

@@ -93,17 +93,25 @@ class UserWeights:
         ]
         for one in found:
             vars(one)["__deepcopy__"] = functools.partial(self._copy_module, one)
+            vars(one)["__reduce_ex__"] = functools.partial(self._pickle_module, one)
         return found
+
+    def _pickle_module(self, module: nn.Module, protocol: Any) -> Any:
+        """Return what pickles a module, inside of a call of the run."""
+        if self._shown:
+            raise reports.writes_report.pickle_error(type(module).__name__, self._layout)
+        return type(module).__reduce_ex__(module, protocol)
 
     def _copy_module(self, module: nn.Module, memo: Any) -> nn.Module:
         """Return a deep copy of a module, inside of a call of the run."""
         if self._shown:
             raise reports.writes_report.copy_error(type(module).__name__, self._layout)
-        refusal = vars(module).pop("__deepcopy__")
+        held = vars(module)
+        refusals = {name: held.pop(name) for name in ("__deepcopy__", "__reduce_ex__")}
         try:
             return copy.deepcopy(module, memo)
         finally:
-            vars(module)["__deepcopy__"] = refusal
+            held |= refusals
 
     def show(self) -> None:
         """Give the weights the classes that user code sees."""
@@ -133,6 +141,7 @@ class UserWeights:
         self.hide()
         for one in self._copied:
             vars(one).pop("__deepcopy__", None)
+            vars(one).pop("__reduce_ex__", None)
         for p, _, _ in self.kinds:
             PARTS.pop(id(p), None)
             ABSENT.pop(id(p), None)

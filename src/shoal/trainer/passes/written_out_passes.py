@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from shoal.trainer.step.rank_share import RankShare
 from shoal.trainer.step.step_vector import Invariant, StepNumbers
 
 if TYPE_CHECKING:  # the first step's alone
+    from shoal.trainer.guards.coupled_passes import CoupledPassesCheck
     from shoal.trainer.guards.loss_terms import LossTermsCheck
 
 
@@ -70,6 +71,9 @@ class UserPasses:
         flags: returns this rank's `StepFlags`, after its passes.
         graded: parameters whose gradients are checked for foreign writes.
         notice: prints a line of this rank; None: the run's first step is over.
+        coupled: samples of a micro-batch are compared on purpose.
+        groups: of the optimizer.
+        joining: called with a line before a pass of weight 0, which keeps ranks together.
 
     Attributes:
         spare: a micro-batch with finite numbers.
@@ -85,6 +89,9 @@ class UserPasses:
         flags: Callable[[], StepFlags],
         graded: Sequence[nn.Parameter],
         notice: Callable[[str], None] | None,
+        coupled: bool = False,
+        groups: Sequence[Mapping[str, Any]] = (),
+        joining: Callable[[str], None] = lambda line: None,
     ) -> None:
         if program.run is not run_sequentially:
             raise ConfigError(
@@ -109,12 +116,19 @@ class UserPasses:
         self._calls: list[int] = []
         self._counts: set[bool] = set()
         self._terms: LossTermsCheck | None = None
+        self._coupled: CoupledPassesCheck | None = None
+        self._targets, self._joining = cast("Any", None), joining
         self._watched: Callable[[], AbstractContextManager[None]] = nullcontext
         if notice is not None:
             from shoal.trainer.guards.loss_terms import LossTermsCheck, watch_weight_gradients
 
             passes, first = self._rounds * program.data.size, program.world.is_first
-            self._terms = LossTermsCheck(notice, is_first=first, passes=passes)
+            ranks = program.world.size if program.data.size > 1 else 1
+            self._terms = LossTermsCheck(notice, is_first=first, passes=passes, ranks=ranks)
+            if passes > 1 and first and not coupled:
+                from shoal.trainer.guards.coupled_passes import CoupledPassesCheck
+
+                self._coupled = CoupledPassesCheck(program.module, notice, passes, groups)
             if passes > 1 and first:
                 self._watched = functools.partial(watch_weight_gradients, program, notice)
 
@@ -134,9 +148,14 @@ class UserPasses:
                 batch = prepare_batch(self.program, one.batch)
                 pair = isinstance(batch, tuple | list) and len(batch) == 2
                 inputs, targets = batch if pair else (batch, batch)
+                if self._coupled is not None:
+                    self._coupled.reset_outputs()
+                    self._targets = targets
+                if one.index == JOINING:
+                    self._joining(JOINING_PASS)
                 yield UserMicroBatch(inputs, targets, one.index)
             # Free the inputs of finished passes.
-            self._at = batch = inputs = targets = None
+            self._at = self._targets = batch = inputs = targets = None
             self._gradients.check()
             reducer.end_backward(one.index != JOINING)
             self._gradients.record_marks()  # under zero2 sums of parts were added
@@ -173,6 +192,10 @@ class UserPasses:
                 refuse_mean(loss, count, "run.backward: got", 'reduction="sum"')
             if one.index != JOINING:
                 self._terms.check(loss, count, self._calls[-1])
+                if self._coupled is not None:
+                    from shoal.trainer.guards.loss_terms import read_script
+
+                    self._coupled.check(loss, self._targets, read_script())
         total = one.add_to_sums(loss, self._count_once(loss, count))
         self._calls[-1] += 1
         reducer = reducer_of(self.program)
@@ -229,6 +252,8 @@ class UserPasses:
         self._gradients.close()
         if self._terms is not None:
             self._terms.close()
+        if self._coupled is not None:
+            self._coupled.close()
         calls = self._calls
         passes = {
             "backward_calls": [float(sum(c**power for c in calls)) for power in range(3)],
@@ -271,6 +296,13 @@ class UserPasses:
         )
 
 
+JOINING_PASS = (
+    "run.micro_batches: a pass of weight 0 on this rank (micro.index = -1), since other ranks have "
+    "more micro-batches and every pass gathers weights: it changes no gradient, but numbers that "
+    "the loop adds up count its samples twice; try: run.log(name=(sum, count)), or skip them where "
+    "micro.index < 0"
+)
+"""Notice on a pass that keeps ranks together."""
 CALLS = "fewest and most backward calls"
 """Name of the counts that ranks gather when their backward passes differ."""
 

@@ -87,6 +87,14 @@ def raise_memory_corruption(
         )
 
 
+FROZEN = (
+    "no update moves it, since it is frozen: if the model's own forward pass writes it, each rank "
+    "does so by its own samples; try: a buffer, or the change after run.step(batch) by numbers "
+    "that all ranks have"
+)
+"""Cause of a difference in a frozen weight."""
+
+
 def raise_replica_mismatch(
     drift: CorruptionCheckFields, look: ChecksumSnapshot, number: int
 ) -> None:
@@ -113,10 +121,11 @@ def raise_replica_mismatch(
                 if sure
                 else f"{where} differs, and one of them is wrong"
             )
-            text = (
-                f"step {look.step}: {_tensor_title(what, name)} on {who}: an update, a product "
-                "or a "
-                f"message went wrong; {MENDS}"
+            held = dict(drift.program.module.named_parameters()).get(name)
+            text = f"step {look.step}: {_tensor_title(what, name)} on {who}: " + (
+                FROZEN
+                if what == WEIGHT and held is not None and not held.requires_grad
+                else f"an update, a product or a message went wrong; {MENDS}"
             )
             _raise_corruption(drift, look.step, text, ranks, _tensor_title(what, name), "replicas")
     raise ClusterError(f"step {look.step}: ranks that hold the same do not hold as much; {MENDS}")

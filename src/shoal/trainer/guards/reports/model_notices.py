@@ -44,7 +44,7 @@ class FirstBatch:
 
     def __init__(self, program: Program, *, is_own: bool) -> None:
         self._program, self._is_own = program, is_own
-        self._before = _mark_buffers(program.module)
+        self._before = mark_buffers(program.module)
 
     def print_notices(self, passes: int, notice: Callable[[str], None]) -> None:
         """Print notices after the passes of the step.
@@ -58,12 +58,12 @@ class FirstBatch:
             notice(line)
         if not self._is_own or passes < 2 or self._program.data.size > 1:
             return  # where ranks have other samples, parallel/buffers/ names them
-        now = _mark_buffers(module)
+        now = mark_buffers(module)
         if changed := [name for name, mark in self._before.items() if now.get(name) != mark]:
             notice(changed_buffers_line(changed, passes))
 
 
-def _mark_buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
+def mark_buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Return identity and write counter of each buffer, except those of BatchNorm."""
     return {
         f"{path}.{name}".lstrip("."): (id(buffer), version_counter(buffer))
@@ -316,6 +316,34 @@ def compared_samples_line() -> str:
     )
 
 
+def bent_gradient_line(name: str) -> str:
+    """Return the notice on a model that clamps or normalises gradients in its backward pass.
+
+    Args:
+        name: of a weight whose gradient is no multiple of that of the outputs.
+    """
+    return (
+        f"model: its backward pass is not linear: {name} gets no multiple of the gradient of the "
+        f"outputs (an autograd.Function or a hook clamps, rounds or normalises it); it sees sums "
+        f"over a micro-batch, not a mean over the step; try: clip=… of shoal.parallelize, or a "
+        f"limit times the count of a step"
+    )
+
+
+def backward_hooks_line(names: Sequence[str]) -> str:
+    """Return the notice on modules with a backward hook.
+
+    Args:
+        names: of the modules.
+    """
+    count = f"{len(names)} module{'s' if len(names) > 1 else ''}"
+    return (
+        f"model: {count} with a backward hook, first {names[0] or 'the model'}: it sees gradients "
+        f"of sums over one micro-batch, and no mean; a factor is right, a clamp or a number for a "
+        f"log is not: try: clip=… of shoal.parallelize, or divide by the count of a step"
+    )
+
+
 def counted_passes_line(name: str) -> str:
     """Return the notice on a number of the model that each forward pass changes.
 
@@ -325,6 +353,34 @@ def counted_passes_line(name: str) -> str:
     return (
         f"model: each forward pass changes {name}, so it counts the micro-batches of this rank, "
         f"not the steps, and no checkpoint has it; try: set it before run.step from run.step_count"
+    )
+
+
+def written_buffers_line(names: Sequence[str]) -> str:
+    """Return the notice on buffers that the loops of ranks wrote unlike.
+
+    Args:
+        names: of the buffers that this rank wrote.
+    """
+    return (
+        f"model: buffer {names[0] if names else 'of another rank'} was written between steps, by "
+        f"other numbers on each rank, so ranks train unlike models; try: numbers of the whole "
+        f"batch (torch.distributed.all_reduce of sums and counts), or the forward pass; if each "
+        f"rank keeps a queue of its own, all is well"
+    )
+
+
+def own_generator_line(name: str) -> str:
+    """Return the notice on a random generator of the model's own, from which a pass draws.
+
+    Args:
+        name: of the attribute.
+    """
+    return (
+        f"model: the forward pass draws from {name}, a generator of its own: every rank draws the "
+        f"same numbers for other samples, and micro-batches draw one after another, so the numbers "
+        f"depend on the layout; try: torch's own generator, which a run keys by micro-batch, or "
+        f"numbers that come with the batch"
     )
 
 

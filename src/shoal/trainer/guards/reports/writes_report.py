@@ -146,6 +146,14 @@ def copy_error(kind: str, layout: str) -> ConfigError:
     )
 
 
+def pickle_error(kind: str, layout: str) -> ConfigError:
+    """Return the error for a pickle of a model of which this rank has parts."""
+    return ConfigError(
+        f"torch.save of {kind}: under {layout} this rank has no whole one; try: "
+        f"torch.save(run.state_dict(), …), with run.state_dict() called on every rank"
+    )
+
+
 def own_writes_line(name: str, passes: int) -> str:
     """Return the notice on a weight that the model's own forward pass writes.
 
