@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,10 @@ def test_steps_over_own_batches_and_a_line_from_rank_0(capsys: pytest.CaptureFix
     assert [r.step for r in results] == [1, 2, 3]
     assert results[0].item() == results[0].loss
     run.print("loss", 0.5)
+    run.print("a", "b", sep="-", end=";", flush=True)
+    run.print("to", "stderr", file=sys.stderr)
     run.program.world.rank = 1
     run.print("not I")
-    assert capsys.readouterr().out == "loss 0.5\n"
+    captured = capsys.readouterr()
+    assert captured.out == "loss 0.5\na-b;"
+    assert captured.err.endswith("to stderr\n")

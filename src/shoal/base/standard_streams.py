@@ -30,9 +30,9 @@ def write_error(line: str) -> None:
     _write(sys.stderr, line)
 
 
-def write_output(line: str) -> None:
-    """Write a line to standard output now, ignoring a broken stream."""
-    _write(sys.stdout, line)
+def write_output(line: str, end: str = "\n", stream: object = None) -> None:
+    """Write a line to standard output (or another stream) now, ignoring a broken stream."""
+    _write(stream or sys.stdout, line, end)
 
 
 def flush_streams() -> None:
@@ -42,8 +42,8 @@ def flush_streams() -> None:
             stream.flush()
 
 
-def _write(stream: object, line: str) -> None:
+def _write(stream: object, line: str, end: str = "\n") -> None:
     # None: the stream was closed when Python started; ValueError: it was closed since
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        stream.write(f"{line}\n")  # type: ignore[attr-defined]
+        stream.write(f"{line}{end}")  # type: ignore[attr-defined]
         stream.flush()  # type: ignore[attr-defined]

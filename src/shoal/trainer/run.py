@@ -196,14 +196,17 @@ class Run(StepRunner):
         for batch in self.feed.training_batches(data, workers, collate):
             yield self.step(batch)
 
-    def print(self, *values: object) -> None:
-        """Print a line on standard output, from rank 0 alone.
+    def print(
+        self, *values: object, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True
+    ) -> None:
+        """Print a line on standard output, from rank 0 alone, at once.
 
         Args:
-            values: as of the built-in `print`.
+            values: as of the built-in `print`; so are sep, end and file.
+            flush: is accepted; every line is written at once.
         """
         if self.world.is_first:
-            write_output(" ".join(map(str, values)))
+            write_output(sep.join(map(str, values)), end, file)
 
     @collective_call("run.forward_backward")
     def forward_backward(self, batch: Any) -> None:

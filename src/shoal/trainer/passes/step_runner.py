@@ -20,6 +20,7 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.data.loading.step_samples import StepBatch
+from shoal.machine.process_memory import TRIM_EVERY, trim_grown_heap
 from shoal.parallel.program import Program
 from shoal.trainer.batches.batch_values import SHARED
 from shoal.trainer.guards import RunGuards
@@ -37,6 +38,7 @@ from shoal.trainer.step.optimizer_step import (
     StepTotals,
     as_count,
     forward_backward,
+    is_off_host,
     update,
 )
 from shoal.trainer.step.rank_share import RankShare, build_rank_share, count_unreadable
@@ -386,6 +388,8 @@ class StepRunner:
             write_row(self.recorder, *row)
         else:
             self.recorder.end_step_without_row(step)
+        if step % TRIM_EVERY == 0 and not is_off_host(self.program.world.device):
+            trim_grown_heap()
         self.skips.record_step(step, done, tally, state.batch, self.loss_scale, self.recorder)
         return result
 
