@@ -79,11 +79,12 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
 
 
 def after(run: Run, seconds: float, act: Callable[[], None], mark: str = "up-0") -> None:
-    """Do something `seconds` after a worker has written the file `mark`."""
+    """Do something `seconds` after a worker has written the file `mark`, "up-1" after both have."""
 
     def wait() -> None:
         deadline_s = time.monotonic() + 10
-        while not (run.folder / mark).exists() and time.monotonic() < deadline_s:
+        marks = [run.folder / one for one in (("up-0", mark) if mark == "up-1" else (mark,))]
+        while not all(one.exists() for one in marks) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         time.sleep(seconds)
         act()

@@ -29,6 +29,7 @@ from shoal.trainer.guards.optimizer_checks import MovementCheck
 from shoal.trainer.passes import step_runner as running
 from shoal.trainer.step import micro_batch, unreadable_samples
 from shoal.trainer.step import optimizer_step as stepping
+from shoal.trainer.step.micro_batch import MicroBatch
 
 
 def prove(
@@ -91,12 +92,11 @@ def on_update(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 def mean_of_means(world: World) -> Iterator[None]:
     """Every rank divides by its own count of targets; then the mean over ranks."""
     own = {"count": 0.0}
-    counted, begun, send = micro_batch.sum_and_count, BucketReducer.start_step, BucketReducer._send
+    added, begun, send = MicroBatch.add_to_sums, BucketReducer.start_step, BucketReducer._send
 
-    def count(*arguments: Any) -> Any:
-        total, targets = counted(*arguments)
-        own["count"] += float(targets)
-        return total, targets
+    def count(self: MicroBatch, total: Any, targets: Any) -> Any:
+        own["count"] += 0.0 if self.index == micro_batch.JOINING else float(targets)
+        return added(self, total, targets)
 
     def begin(self: BucketReducer, *rest: Any) -> None:
         own["count"] = 0.0
@@ -108,7 +108,7 @@ def mean_of_means(world: World) -> Iterator[None]:
         send(self)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(micro_batch, "sum_and_count", count))
+        stack.enter_context(patch.object(MicroBatch, "add_to_sums", count))
         stack.enter_context(patch.object(BucketReducer, "start_step", begin))
         stack.enter_context(patch.object(BucketReducer, "_send", divided))
         by_ranks = on_update(lambda program, tally: replace(tally, count=float(world.size)))

@@ -141,6 +141,10 @@ class CollectiveRecorder:
         return self._groups[name]
 
 
+INTERCEPTOR = f"{OWN_FOLDER}/trainer/guards/_torch.py"
+"""File through which calls of user code go to torch's functions (`intercept_collectives`)."""
+
+
 def _is_python_thread() -> bool:
     """Return whether Python started this thread; for other threads Python invents a name."""
     return not threading.current_thread().name.startswith("Dummy-")
@@ -170,7 +174,7 @@ def collective_caller(frame: FrameType | None) -> str:
     while frame is not None and len(found) < CALLERS:
         file = frame.f_code.co_filename
         own = file.startswith(OWN_FOLDER)
-        if own and not file.startswith(f"{OWN_FOLDER}/fabric/"):
+        if own and not file.startswith((f"{OWN_FOLDER}/fabric/", INTERCEPTOR)):
             return " from ".join(found) or f"{file.removeprefix(f'{OWN_FOLDER}/')}:{frame.f_lineno}"
         if FSDP in file:
             return ""

@@ -107,9 +107,9 @@ class MemberCheckpoints:
             except CheckpointError as failure:
                 problem = str(failure)
             if self.ranks.all_true(turn is not None and not problem) and turn is not None:
-                turn = self.find_later(self._rename_fixed(turn))
-                self.held = turn.weights
-                return turn
+                turn = self._rename_fixed(turn)
+                self.held = turn.weights  # a later turn that is found has the same
+                return self.find_later(turn)
             if self.ranks.is_first:
                 emit("notice", text=f"{problem}; kept as {quarantine(folder).name}")
             self.ranks.all_true(True)
