@@ -10,7 +10,8 @@ TALLY = "tolist at trainer/step/optimizer_step.py:"
 ON_A_CPU = (
     "models/loss.py:", "parallel/tensor_parallel/vocabulary_parallel.py:", "numpy at trainer/guards/external_writes.py:",
     "numpy at trainer/guards/checksums.py:",  # of the host's tensors: a device's are summed there
-    "numpy at trainer/step/micro_batch.py:", "item at trainer/step/micro_batch.py:",  # loss and count
+    "numpy at trainer/step/micro_batch.py:",  # loss and count
+    "aten::_local_scalar_dense at trainer/step/micro_batch.py:",
     "data/loading/dataset_kind.py:",  # of batches on the host, in a run's first steps
     "parallel/dropout_rng.py:",  # states of generators, which lie on the host
 )  # fmt: skip
