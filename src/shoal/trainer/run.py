@@ -202,7 +202,10 @@ class Run(StepRunner):
         """Print a line on standard output, from rank 0 alone, at once.
 
         Args:
-            values: as of the built-in `print`; so are sep, end and file.
+            values: as of the built-in `print`.
+            sep: between values.
+            end: after them.
+            file: a stream; None: standard output.
             flush: is accepted; every line is written at once.
         """
         if self.world.is_first:
