@@ -83,6 +83,17 @@ def test_a_sum_over_samples_is_not(kind: str) -> None:
     assert lines_of(ADDED[kind]) == []
 
 
+def test_a_gradient_penalty_is_left_alone() -> None:
+    """Its graph has the node of the loss's own backward pass, which saves no scores."""
+
+    def penalized(outputs: Tensor, _: Tensor) -> Tensor:
+        loss = F.cross_entropy(outputs, torch.zeros(4, dtype=torch.long), reduction="sum")
+        (slope,) = torch.autograd.grad(loss, outputs, create_graph=True)
+        return loss + slope.square().sum()
+
+    assert lines_of(penalized) == []
+
+
 def test_a_loss_through_another_network_is_left_alone() -> None:
     """Its backward pass may need other ranks."""
     judge = nn.Linear(3, 1)

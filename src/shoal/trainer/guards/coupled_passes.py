@@ -12,6 +12,7 @@ until `run.backward` gets a loss that was computed from them.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -114,6 +115,8 @@ class CoupledPassesCheck:
 
 NODES = 5_000
 """Operations of a loss that are visited at most."""
+NLL_LOSS = re.compile(r"NllLossBackward\d+")
+"""Name of the node of F.nll_loss; a gradient penalty has those of its backward pass too."""
 
 
 def _meets_weights(loss: torch.Tensor, outputs: Any) -> bool:
@@ -141,7 +144,7 @@ def count_negatives(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> int:
     seen, open_nodes = {loss.grad_fn}, [loss.grad_fn]
     while open_nodes and len(seen) < NODES:
         node: Any = open_nodes.pop()
-        if node.name().startswith("NllLossBackward"):
+        if NLL_LOSS.fullmatch(node.name()):
             marks, scores = node._saved_target, node._saved_self
             count = len(marks) if marks.ndim == 1 and not marks.is_floating_point() else 0
             places = torch.arange(count, device=marks.device)
