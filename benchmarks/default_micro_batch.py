@@ -45,10 +45,11 @@ LAYOUTS = {
 """Processes, and the whole share (in a pipeline two passes for each stage), by layout."""
 
 
-def demo(rounds: int) -> list[dict[str, Any]]:
+def demo(rounds: int, only: str = "") -> list[dict[str, Any]]:
     """Step times of `shoal train` as it comes, and with sizes that are given."""
     found = []
-    for layout, (processes, share) in LAYOUTS.items():
+    for layout in only.split(",") if only else LAYOUTS:
+        processes, share = LAYOUTS[layout]
         variants = {"default": "", "share": f"{GIVEN}{share}", "again": "",
                     "eighth": f"{GIVEN}2"}  # fmt: skip
         times_s: dict[str, list[float]] = {name: [] for name in variants}
@@ -394,7 +395,7 @@ def work(job: dict[str, Any]) -> None:
 
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-PARTS = {"demo": demo, "words": words, "loader": loader, "models": models}
+PARTS = ("demo", "words", "loader", "models")
 
 
 def main() -> None:
@@ -404,15 +405,15 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="of `words`, by name")
+    parser.add_argument("--only", default="", help="of `words`, by name; of `demo`, layouts")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of `models` alone")
     options = parser.parse_args()
     if options.part == "models":
         found = models(options.rounds, options.clock)
-    elif options.part == "words":
-        found = words(options.rounds, options.only)
+    elif options.part == "loader":
+        found = loader(options.rounds)
     else:
-        found = PARTS[options.part](options.rounds)
+        found = {"demo": demo, "words": words}[options.part](options.rounds, options.only)
     if options.json:
         record = {"machine": machine(), "part": options.part, "clock": options.clock, "rows": found}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
