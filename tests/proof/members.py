@@ -391,7 +391,7 @@ def run_share(members: Members) -> dict[str, Any]:
 
 def train_to(members: Members, rounds: int, seed: int, deaths: tuple[int, ...]) -> int:
     """Train four members, one of which dies in each of some rounds; return the samples of all."""
-    asked = {**ASKED, "model": cases.WITHOUT_DROPOUT, "batch": 4, "period": 4, "step_s": 0.05}
+    asked = {**ASKED, "model": cases.WITHOUT_DROPOUT, "batch": 4, "period": 4, "step_s": 0.25}
     asked |= {"rounds": rounds, "seed": seed, "optimizer": "adamw", "precision": "fp32"}
     for index in range(4):
         members.start(index, member_case.train, 4, **asked)

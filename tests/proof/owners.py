@@ -1,21 +1,20 @@
 """Owners with unlike data, on real runs: SCAFFOLD beside FedAvg, honest owners, one wrong owner.
 
     python tests/proof/owners.py              all parts; about ten processor minutes
-    python tests/proof/owners.py splits       one part: rounds, splits, wrong, unlike, few, labels
+    python tests/proof/owners.py splits       one part: rounds, splits, wrong, unlike, few
 
     rounds   rounds until a validation accuracy, SCAFFOLD and FedAvg, three models
     splits   accuracy after some rounds on Dirichlet(0.1) and one-label data; refused owners
     wrong    one of five owners sends its change reversed, or learns permuted labels
-    unlike   the same, of owners with unlike data
+    unlike   one of five owners with unlike data learns permuted labels
     few      accuracy after a few rounds of one epoch and of five, of owners with unlike data
-    labels   one of five owners is wrong, and each has two labels that no other owner has
 
 Each trial is the main job of `shoal train` on the digits, in a child of this process that has all
 modules imported: configuration, rounds, checkpoints, validations and events are a run's own. The
 wrong owner is planted from outside. Gates, seeds and settings are in owners_gates.toml, which was
 committed before the first trial, and in owners_gates_second.toml, which was committed before the
-first trial of its model, and says why a second CNN is tried. The last three parts have no gate, and
-their settings in owners_unlike.toml and owners_labels.toml. Trials that the result has of these settings are not made again:
+first trial of its model, and says why a second CNN is tried. The last two parts have no gate, and
+their settings in owners_unlike.toml. Trials that the result has of these settings are not made again:
 each has the hash of the source that it was made with. Several processes may run at the same time.
 """
 
@@ -48,7 +47,6 @@ TARGET = ROOT / "proof" / "results" / "owners.json"
 GATES = HERE / "owners_gates.toml"
 SECOND = HERE / "owners_gates_second.toml"
 UNLIKE = HERE / "owners_unlike.toml"
-LABELS = HERE / "owners_labels.toml"
 SECOND_MODEL, REPLACED = "groupnorm", "cnn"
 """Model of the second gates, and that of the first ones whose place it takes."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -86,14 +84,6 @@ def trials(gates: dict[str, Any]) -> Iterable[Trial]:
 
 def unlike_trials(gates: dict[str, Any]) -> Iterable[Trial]:
     """Yield the trials without a gate: five owners with unlike data."""
-    own = {**gates["wrong"], **gates["unlike"]["unlike"]}
-    for split in own["splits"]:
-        for merge in own["merges"]:
-            for fault in ("none", *own["faults"]):
-                for seed in own["seeds"]:
-                    words = five_owners(own, "fedavg", split, seed, merge, epochs=1)
-                    yield {"part": "unlike", "split": split, "merge": merge, "fault": fault,
-                           "seed": seed, "words": words}  # fmt: skip
     own = {**gates["wrong"], **gates["unlike"]["few"]}
     own["rounds"] = max(own["rounds"])
     for split in own["splits"]:
@@ -104,14 +94,14 @@ def unlike_trials(gates: dict[str, Any]) -> Iterable[Trial]:
                     words += ["train.validate_every=1"]
                     yield {"part": "few", "split": split, "epochs": epochs, "method": method,
                            "seed": seed, "words": words}  # fmt: skip
-    own = {**gates["wrong"], **gates["labels"]["labels"]}
+    own = {**gates["wrong"], **gates["unlike"]["unlike"]}
     for split in own["splits"]:
         for choice in own["choices"]:
             method, merge = ("scaffold", "mean") if choice == "scaffold" else ("fedavg", choice)
             for fault in ("none", *own["faults"]):
                 for seed in own["seeds"]:
                     words = five_owners(own, method, split, seed, merge, epochs=1)
-                    yield {"part": "labels", "split": split, "merge": choice, "fault": fault,
+                    yield {"part": "unlike", "split": split, "merge": choice, "fault": fault,
                            "seed": seed, "words": words}  # fmt: skip
 
 
@@ -226,8 +216,8 @@ def run_trial(trial: Trial, owners: int) -> Row:
         "rounds": len(rounds),
         "refused": sum(len(event.get("refused") or {}) for event in rounds),
         "curve": [round(one, 4) for one in curve],
-        **({"held": held} if trial["part"] in ("unlike", "few", "labels") else {}),
-        **({"by_owner": apart} if trial["part"] == "labels" else {}),
+        **({"held": held} if trial["part"] in ("unlike", "few") else {}),
+        **({"by_owner": apart} if trial["part"] == "unlike" else {}),
         "cpu_s": round(used.ru_utime + used.ru_stime, 1),
     }
 
@@ -274,7 +264,7 @@ def judge(rows: list[Row], gates: dict[str, Any]) -> tuple[dict[str, Any], list[
     missed: list[str] = []
     fallen: list[str] = []
     figures: dict[str, Any] = {"rounds": {}, "fallen": fallen, "splits": {}, "wrong": {},
-                               "unlike": {}, "few": {}, "labels": {}}  # fmt: skip
+                               "unlike": {}, "few": {}}  # fmt: skip
     by = lambda **keys: [r for r in rows if all(r.get(k) == v for k, v in keys.items())]  # noqa: E731
     for model, own in rounds_gates(gates).items():
         first = {
@@ -319,62 +309,48 @@ def judge(rows: list[Row], gates: dict[str, Any]) -> tuple[dict[str, Any], list[
             }
             if merge != "mean" and sum(lost) / len(lost) > points:
                 missed.append(f"wrong, {merge}, {fault}: {sum(lost) / len(lost):.2f} points lost")
-    figures["unlike"], figures["few"] = sum_up_unlike(rows, gates["unlike"])
-    figures["labels"] = sum_up_labels(by(part="labels"), gates["wrong"]["owners"] - 1)
+    figures["few"] = sum_up_few(by(part="few"), gates["unlike"]["few"])
+    figures["unlike"] = sum_up_unlike(by(part="unlike"), gates["wrong"]["owners"] - 1)
     return figures, missed
 
 
-def sum_up_unlike(
-    rows: list[Row], settings: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the figures of the parts `unlike` and `few`, which no gate judges.
+def sum_up_few(rows: list[Row], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of the part `few`, which no gate judges."""
+    of: dict[str, list[list[float]]] = {}
+    for row in rows:
+        epochs = f"{row['epochs']} epoch{'s' * (row['epochs'] > 1)} a round"
+        of.setdefault(f"{row['split']} {row['method']}, {epochs}", []).append(row["curve"])
+    return {
+        name: {
+            str(number): span([curve[number - 1] for curve in curves])
+            for number in settings["rounds"]
+        }
+        for name, curves in sorted(of.items())
+    }
+
+
+def sum_up_unlike(rows: list[Row], wrong: int) -> dict[str, Any]:
+    """Return the figures of the part `unlike`, which no gate judges.
 
     Points lost are those beside the mean of five right owners with the same seed, so of the same deal.
     """
-    unlike, few = {}, {}
-    of: dict[tuple[Any, ...], dict[int, list[float]]] = {}
-    for row in rows:
-        if row["part"] == "unlike":
-            key = ("unlike", row["split"], row["merge"], row["fault"])
-            of.setdefault(key, {})[row["seed"]] = [row["curve"][-1]]
-        elif row["part"] == "few":
-            key = ("few", row["split"], row["method"], row["epochs"])
-            of.setdefault(key, {})[row["seed"]] = row["curve"]
-    for (part, split, one, other), found in sorted(of.items(), key=lambda item: str(item[0])):
-        if part == "unlike":
-            best = of.get((part, split, "mean", "none"), {})
-            lost = [100 * (best[seed][0] - found[seed][0]) for seed in found if seed in best]
-            unlike[f"{split} {one} {other}"] = {
-                "accuracy": interval([values[0] for values in found.values()]),
-                "lost_points": [round(value, 2) for value in lost],
-                "mean_lost": round(sum(lost) / len(lost), 2) if lost else None,
-            }
-        else:
-            few[f"{split} {one}, {other} epoch{'s' * (other > 1)} a round"] = {
-                str(number): span([curve[number - 1] for curve in found.values()])
-                for number in settings["few"]["rounds"]
-            }
-    return unlike, few
-
-
-def sum_up_labels(rows: list[Row], wrong: int) -> dict[str, Any]:
-    """Return the figures of the part `labels`, which no gate judges.
-
-    Points lost are those beside the mean of five right owners with the same seed.
-    """
-    found: dict[str, dict[int, list[float]]] = {}
+    found: dict[str, dict[int, tuple[float, float, float | None]]] = {}
     for row in rows:
         at, owners = str(wrong), row["by_owner"]
         others = [one for name, one in owners.items() if name != at]
         targets = sum(count for _, count in others)
         right = sum(accuracy * count for accuracy, count in others) / targets
-        values = [row["curve"][-1], right, owners[at][0]]
-        found.setdefault(f"{row['split']} {row['merge']} {row['fault']}", {})[row["seed"]] = values
+        own = owners[at][0] if at in owners else None  # it may hold out no sample
+        name = f"{row['split']} {row['merge']} {row['fault']}"
+        found.setdefault(name, {})[row["seed"]] = (row["curve"][-1], right, own)
     figures = {}
     for name, by_seed in found.items():
         base = found.get(f"{name.split()[0]} mean none", {})
         lost = [100 * (base[seed][0] - one[0]) for seed, one in by_seed.items() if seed in base]
-        accuracy, others, own = (interval(list(one)) for one in zip(*by_seed.values(), strict=True))
+        accuracy, others, own = (
+            interval([one for one in values if one is not None])
+            for values in zip(*by_seed.values(), strict=True)
+        )
         figures[name] = {
             "accuracy": accuracy, "others": others, "own": own,
             "lost_points": [round(one, 2) for one in lost],
@@ -417,18 +393,14 @@ def add_row(row: Row | None, gates_hash: str, gates: dict[str, Any]) -> dict[str
             rows = [one for one in rows if one.get("model") != SECOND_MODEL]
         unlike_hash = gates["unlike_hash"]
         if record.get("unlike_settings") != unlike_hash:
-            rows = [one for one in rows if one["part"] not in ("unlike", "few")]
-        labels_hash = gates["labels_hash"]
-        if record.get("labels_settings") != labels_hash:
-            rows = [one for one in rows if one["part"] != "labels"]
+            rows = [one for one in rows if one["part"] not in ("unlike", "few", "labels")]
         taken = {tell_apart(one) for one in rows}
         rows += [row] if row and tell_apart(row) not in taken else []
         rows.sort(key=tell_apart)
         figures, missed = judge(rows, gates)
         sources = dict(Counter(one["source"] for one in rows))
         record = {"gates": gates_hash, "second_gates": second_hash,
-                  "unlike_settings": unlike_hash, "labels_settings": labels_hash,
-                  "sources": sources,
+                  "unlike_settings": unlike_hash, "sources": sources,
                   "machine": machine(), "figures": figures, "missed": missed, "trials": rows}  # fmt: skip
         file.seek(0)
         file.truncate()
@@ -444,15 +416,13 @@ def short_hash(text: str) -> str:
 def main() -> int:
     """Make the trials that are missing, write every row, judge."""
     os.chdir(HERE)  # model.build is found from the working folder
-    parts = sys.argv[1:] or ["rounds", "splits", "wrong", "unlike", "few", "labels"]
+    parts = sys.argv[1:] or ["rounds", "splits", "wrong", "unlike", "few"]
     text = GATES.read_text(encoding="utf-8")
     gates, gates_hash = tomllib.loads(text), short_hash(text)
     text = SECOND.read_text(encoding="utf-8")
     gates |= {"second": tomllib.loads(text), "second_hash": short_hash(text)}
     text = UNLIKE.read_text(encoding="utf-8")
     gates |= {"unlike": tomllib.loads(text), "unlike_hash": short_hash(text)}
-    text = LABELS.read_text(encoding="utf-8")
-    gates |= {"labels": tomllib.loads(text), "labels_hash": short_hash(text)}
     source = source_hash()
     warm()
     wanted = [one for one in trials(gates) if one["part"] in parts]

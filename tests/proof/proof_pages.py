@@ -138,29 +138,28 @@ def owners_page() -> str:
         f"{max(one['lost_points']) if 'lost_points' in one else '–'} |"
         for name, one in figures["wrong"].items()
     ]
-    unlike = [
-        f"| {one} | {percent(row['accuracy'])} | {row['mean_lost']} | {max(row['lost_points'])} |"
-        for one, row in (
-            (name.partition(" ")[2], figures["unlike"][name])
-            for name in sorted(
-                figures["unlike"], key=lambda name: WRONG_ORDER.index(name.split()[1])
-            )
-        )
-    ]
     few = [
         f"| {name} | {' | '.join(percent(row[number]) for number in ('3', '10'))} |"
         for name, row in figures["few"].items()
     ]
-    labels = [
-        f"| {'mean, SCAFFOLD' if merge == 'scaffold' else merge} | {fault} | "
-        f"{' | '.join(percent(row[key]) for key in ('accuracy', 'others', 'own'))} | "
-        f"{row['mean_lost']} |"
-        for (_, merge, fault), row in sorted(
-            ((name.split(), row) for name, row in figures["labels"].items()),
-            key=lambda one: (WRONG_ORDER.index(one[0][1]), one[0][2]),
-        )
+    dirichlet, labels = (
+        [
+            f"| {'mean, SCAFFOLD' if merge == 'scaffold' else merge} | {fault} | "
+            f"{' | '.join(percent(row[key]) for key in ('accuracy', 'others', 'own'))} | "
+            f"{row['mean_lost']} | {max(row['lost_points'])} |"
+            for (found, merge, fault), row in sorted(
+                ((name.split(), row) for name, row in figures["unlike"].items()),
+                key=lambda one: (WRONG_ORDER.index(one[0][1]), one[0][2]),
+            )
+            if found == split
+        ]
+        for split in ("dirichlet:0.1", "labels:2")
+    )
+    head = [
+        "| merge | fault | accuracy | of the four others | of the wrong one | mean points lost | most, one seed |",
+        "|---|---|---|---|---|---|---|",
     ]
-    total = 209
+    total = 219
     missing = total - len(trials)
     state = (
         f"**{missing} of {total} trials are not made yet.**"
@@ -225,17 +224,14 @@ def owners_page() -> str:
             "are those beside the mean of five right owners. **The mean loses least, also with a wrong owner.** A median",
             "takes the middle of five weights that differ since the owners know different digits.",
             "",
-            "| merge, fault | accuracy | mean points lost | most, one seed |",
-            "|---|---|---|---|",
-            *unlike,
+            *head,
+            *dirichlet,
             "",
-            "The same with `data.split=labels:2`: each owner has two digits, which no other owner has. Settings were committed",
-            "before the first trial: `tests/proof/owners_labels.toml`. Points lost are those beside the mean of five right owners.",
+            "The same with `data.split=labels:2`: each owner has two digits, which no other owner has.",
             "**The wrong owner's digits are lost with every merge**, since no other owner knows them. On the digits of the other",
             f"four, SCAFFOLD loses {lost_by_others(figures, 'scaffold'):.1f} points beside itself with right owners, and FedAvg {lost_by_others(figures, 'mean'):.1f}.",
             "",
-            "| merge | fault | accuracy | of the four others | of the wrong one | points lost |",
-            "|---|---|---|---|---|---|",
+            *head,
             *labels,
             "",
             "Few rounds, or many passes in each: five right owners that all train, by FedAvg or SCAFFOLD, with the mean as merge.",
@@ -245,12 +241,9 @@ def owners_page() -> str:
             "|---|---|---|",
             *few,
             "",
-            "The settings of this table and of Dirichlet(0.1) with a wrong owner were committed before the first trial: `tests/proof/owners_unlike.toml`.",
+            "The settings of the last three tables were committed before the first trial of each: `tests/proof/owners_unlike.toml`.",
             "",
             "Each trial with its curve: [owners.json](../../proof/results/owners.json).",
-            "",
-            "Two fresh readers of the page of owners had 1,500 words as bound (second readings, 2026-11-30). [Fifty phones](../../tests/readers/fifty-phones-second)",
-            "was done after 1,300 words. [Which method](../../tests/readers/which-method-second) needed 4,884, and the page was rewritten after it.",
             "",
         ]
     )
@@ -259,7 +252,7 @@ def owners_page() -> str:
 def lost_by_others(figures: dict[str, Any], choice: str) -> float:
     """Return the points that one wrong owner of five costs on the digits of the other four."""
     none, permuted = (
-        figures["labels"][f"labels:2 {choice} {fault}"]["others"][0]
+        figures["unlike"][f"labels:2 {choice} {fault}"]["others"][0]
         for fault in ("none", "permuted")
     )
     return 100 * (none - permuted)

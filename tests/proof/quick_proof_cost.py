@@ -29,7 +29,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TARGET = ROOT / "proof" / "results" / "quick-proof.json"
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(ROOT / "tests")]
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "own_loop": ("a",),
@@ -165,32 +165,13 @@ def run_inside(script: str, words: list[str]) -> None:
 
         first_batch_proof.parallelize_proven = proven
         once._prove_once = prove_once  # type: ignore[method-assign]
+    from first_steps import end_after_first_steps
+
     end_after_first_steps()
     path = Path.cwd() / f"inside-{os.environ['RANK']}.json"
     atexit.register(lambda: path.write_text(json.dumps(spent_s)))
     sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")
-
-
-def end_after_first_steps() -> None:
-    """End the script once each of its runs has taken a step."""
-    from shoal.trainer.run import Run
-
-    runs: list[Run] = []
-    begin, update = Run.__init__, Run.update_weights
-
-    def note(run: Run, *values: Any, **named: Any) -> None:
-        begin(run, *values, **named)
-        if run.world.size == 2:
-            runs.append(run)
-
-    def count(run: Run) -> Any:
-        result = update(run)
-        if run in runs and all(one.step_count for one in runs):
-            sys.exit(0)
-        return result
-
-    Run.__init__, Run.update_weights = note, count  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

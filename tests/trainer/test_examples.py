@@ -58,6 +58,30 @@ def test_examples_are_short_and_say_how_to_start_them(path: Path) -> None:
     assert f"--nproc-per-node 2 examples/{path.name}" in header
 
 
+WORDS = {
+    "digits_cnn": (),
+    "gan": ("a", "--short"),
+    "ppo": ("a", "--short"),
+    "digits_best": ("a", "--short"),
+    "sft": ("a", "--short"),
+    "lora": ("pretrain", "a"),
+}
+"""What an example is started with, if not with a folder alone."""
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_examples_take_their_first_step_on_two_processes(
+    tmp_path: Path, programs: Forks, name: str
+) -> None:
+    """As a user starts them; `make proof` runs the whole of them, in float64."""
+    for module in {"sft": ("transformers",), "lora": ("transformers", "peft")}.get(name, ()):
+        pytest.importorskip(module)
+    script = (str(EXAMPLES.parent / "tests" / "first_steps.py"), str(EXAMPLES / f"{name}.py"))
+    ranks = programs.world(2, *script, *WORDS.get(name, ("a",)), cwd=tmp_path, timeout=DEADLINE_S)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    assert ranks[0].stdout.endswith("took a step\n")
+
+
 @pytest.mark.proof
 def test_own_loop_goes_on_where_it_stopped_on_other_processes(tmp_path: Path) -> None:
     first = run("own_loop.py", tmp_path, "mine")
