@@ -213,8 +213,9 @@ def test_two_processes_with_one_number_are_refused(site: Callable[..., Site]) ->
     second.open(i0=first.address).send([0], 1)
     until(lambda: first.came == [1])
     double.open(i0=first.address).send([0], 2)
-    until(lambda: any("two processes are island 1" in line for line in first.told))
-    until(lambda: any("two processes are island 1" in line for line in double.told))
+    until(lambda: any("two keys are island 1" in line for line in first.told))
+    until(lambda: any("two keys are island 1" in line for line in double.told))
+    assert any("on every other island; else another islands.index" in line for line in first.told)
     assert first.came == [1]
 
 

@@ -15,6 +15,7 @@ import typer
 
 from shoal.base.errors import CheckpointError, ConfigError, PlanError, shorten
 from shoal.base.estimates.facts import read_machine_facts
+from shoal.base.layouts.changing_members import complete_lone_island
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.base.layouts.parameter_servers import expendable_ranks
 from shoal.base.layouts.schedule_names import check_stages
@@ -118,6 +119,7 @@ def prepare_run(
             raise ConfigError(f"command line: {path}: --resume takes its own run.toml")
         _check_resumable(resume)
         path = resume / "run.toml"
+        overrides = complete_lone_island(overrides, load_config(path).config.islands)
     loaded = load_trusted(path, overrides, trust=trust)
     sized = chosen_micro_batch(loaded) > 0
     plan, chosen = settle_run(loaded, processes, resume)

@@ -232,9 +232,9 @@ class MemberKeys:
             before = held.get(name, certificate)
             if before != certificate and (name == self.name or self.allows(before)):
                 return (
-                    f"two processes are island {name}, with the keys "
-                    f"{fingerprint(before)} and {shown}; try: another "
-                    f"islands.index, or take the line of the older key out of {self.where}"
+                    f"two keys are island {name}: {fingerprint(before)}, known before, and "
+                    f"{shown}; try: if the machine of the first is gone, take its line out of "
+                    f"{self.where} on every other island; else another islands.index"
                 )
             self._holders[name] = certificate
         return ""

@@ -36,6 +36,29 @@ def list_addresses(at: str) -> dict[int, str]:
     return dict(enumerate(at.split(","))) if at else {}
 
 
+def complete_lone_island(overrides: list[str], kept: Any) -> list[str]:
+    """Return the overrides of a resume, with what `islands.count=1` implies for the last survivor.
+
+    Its address is its own one of the kept list, and its index 0, unless the user sets them.
+
+    Args:
+        overrides: `section.key=value`, of the command line.
+        kept: `IslandsPolicy` of the run folder.
+
+    >>> from types import SimpleNamespace
+    >>> kept = SimpleNamespace(least=1, index=1, at="10.0.0.1:29400,10.0.0.2:29400")
+    >>> complete_lone_island(["islands.count=1"], kept)
+    ['islands.count=1', 'islands.at=10.0.0.2:29400', 'islands.index=0']
+    """
+    values = dict(one.partition("=")[::2] for one in overrides)
+    own = list_addresses(kept.at).get(kept.index, "")
+    least = values.get("islands.least", str(kept.least))
+    if values.get("islands.count") != "1" or least == "0" or not own:
+        return overrides
+    implied = {"islands.at": own, "islands.index": "0"}
+    return overrides + [f"{key}={implied[key]}" for key in implied if key not in values]
+
+
 def rank_address(address: str, rank: int) -> str:
     """Return where a rank of an island listens: at the port of its rank 0, plus its own rank.
 

@@ -254,6 +254,11 @@ class MemberRounds:
             )
         if fact.committers or (known is not None and known.session == fact.session):
             before = set(known.names()) if known is not None else set()
+            joined = sorted(set(fact.names()) - before) if before else []
+            left = {
+                name: turn.absent.get(name, _why_gone(name))
+                for name in sorted(before - set(fact.names()))
+            }
             waited_s = now_s - work.offered_s if work.offered_s else 0.0
             emit(
                 "round_committed" if fact.committers else "round_discarded",
@@ -274,21 +279,37 @@ class MemberRounds:
                 why="; ".join(turn.absent.values()),
                 members=[[one.name, one.steps, one.samples, one.tokens] for one in fact.work],
                 seats=list(fact.trainers()),
-                joined=sorted(set(fact.names()) - before) if before else [],
-                left={
-                    str(name): turn.absent.get(name, _why_gone(name))
-                    for name in sorted(before - set(fact.names()))
-                },
+                joined=joined,
+                left={str(name): why for name, why in left.items()},
                 healed=turn.heal,
             )
             for island, why in turn.refused.items():
                 emit("island_refused", step=step, island=island, why=why)
-            lines = list(turn.merged.verdict.told) if turn.merged else []
+            count = len(fact.trainers())
+            lines = describe_coming_and_going(fact.round, left, joined, count)
+            lines += turn.merged.verdict.told if turn.merged else []
             if fact.committers:
                 changes = len(fact.committers)
                 lines += self.plain.describe_untrimmed_round(fact.round - 1, changes)
             for line in lines:
                 emit("notice", step=step, text=line)
+
+
+def describe_coming_and_going(
+    round_: int, left: dict[int, str], joined: list[int], count: int
+) -> list[str]:
+    """Return a line for each member that left or joined.
+
+    Args:
+        round_: the next round.
+        left: member → why it has no seat any more.
+        count: islands of the next round.
+
+    >>> describe_coming_and_going(33, {2: "island 2: its process ended"}, [3], 3)
+    ['left: island 2: its process ended; islands of round 33: 3', 'joined: island 3, in round 33']
+    """
+    lines = [f"left: {why}; islands of round {round_}: {count}" for why in left.values()]
+    return lines + [f"joined: {name_members([name])}, in round {round_}" for name in joined]
 
 
 def _why_gone(name: int) -> str:
