@@ -54,7 +54,12 @@ def test_a_page_is_short(name: str) -> None:
 
 def test_readme_names_every_page_before_its_promises() -> None:
     table = (ROOT / "README.md").read_text().split("## You have")[1].split("## What it promises")[0]
-    assert re.findall(r"docs/start/([\w-]+)\.md", table)[: len(PAGES)] == list(PAGES)
+    first = [
+        row.split("docs/start/")[1].split(".md")[0]
+        for row in table.splitlines()
+        if "docs/start/" in row
+    ]
+    assert first[: len(PAGES)] == list(PAGES)
 
 
 def test_a_readers_log_may_have_lines_of_other_output(tmp_path: Path) -> None:
