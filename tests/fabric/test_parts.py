@@ -14,7 +14,9 @@ import torch.distributed as dist
 from shoal.fabric.collectives.sharded_collectives import BufferCache, GatherParameters
 from shoal.fabric.collectives.traffic_counts import TrafficCounter
 from shoal.fabric.collectives.uneven_collectives import (
+    LARGEST_KEPT_BYTES,
     PendingFlatReduceScatter,
+    TransferBuffer,
     all_gather_parts,
     reduce_scatter,
 )
@@ -152,6 +154,62 @@ def test_what_was_received_is_given_back_with_the_sum() -> None:
     kept = received.untyped_storage()
     assert PendingFlatReduceScatter(None, received, None).result().tolist() == [3.0, 5.0, 7.0]
     assert kept.nbytes() == 0
+
+
+CPU = torch.device("cpu")
+
+
+def test_transfers_take_the_memory_of_earlier_ones(together) -> None:
+    """Of smaller and larger ones, of another dtype, equal parts and unequal ones: the same bits."""
+
+    def action(rank: int, group: dist.ProcessGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found, buffer = [], TransferBuffer()
+        for memory in (buffer, buffer, None):
+            for cuts in CUTS:
+                for dtype in (torch.float32, torch.bfloat16):
+                    tensor = values(rank, cuts[-1], dtype)
+                    own = tensor[cuts[rank] : cuts[rank + 1]]
+                    reduce_scatter(tensor, cuts, rank, group, memory).result(out=own)
+                    part = own.clone()
+                    direct = memory is not None and dtype is torch.float32
+                    all_gather_parts(tensor, cuts, rank, group, memory, direct=direct).wait()
+                    found.append((part, tensor))
+            most = max(cuts[rank + 1] - cuts[rank] for cuts in CUTS)  # three times, in fp32
+            assert memory is None or memory.held_bytes == 3 * 4 * most
+        return found
+
+    for found in together(action):
+        third = len(found) // 3
+        for one, again, alone in zip(*(found[third * k :][:third] for k in range(3)), strict=True):
+            assert torch.equal(one[0], alone[0])
+            assert torch.equal(one[1], alone[1])
+            assert torch.equal(again[1], alone[1])
+
+
+def test_a_transfer_buffer_lends_its_memory_once() -> None:
+    """A transfer that an error gave up may still write: it keeps its memory for itself."""
+    buffer = TransferBuffer()
+    first = buffer.acquire(8, torch.float32, CPU)
+    place = first.data_ptr()
+    buffer.release(first.view(2, 4))
+    assert buffer.acquire(4, torch.float64, CPU).data_ptr() == place
+    given_up = buffer.acquire(8, torch.bfloat16, CPU)
+    assert given_up.data_ptr() != place
+    buffer.release(first)  # of an earlier loan: frees its own memory alone
+    assert first.untyped_storage().nbytes() == 0
+    assert buffer.acquire(8, torch.bfloat16, CPU).data_ptr() != given_up.data_ptr()
+
+
+def test_memory_that_glibc_maps_is_not_kept() -> None:
+    buffer = TransferBuffer()
+    large = buffer.acquire(LARGEST_KEPT_BYTES + 1, torch.uint8, CPU)
+    assert buffer.held_bytes == 0
+    buffer.release(large)
+    assert large.untyped_storage().nbytes() == 0
+    buffer.release(buffer.acquire(LARGEST_KEPT_BYTES, torch.uint8, CPU))
+    assert buffer.held_bytes == LARGEST_KEPT_BYTES
+    assert buffer.acquire(4, torch.uint8, torch.device("meta")).is_meta
+    assert buffer.held_bytes == LARGEST_KEPT_BYTES
 
 
 def test_buffers_of_one_size_take_turns_and_others_are_given_back() -> None:

@@ -32,6 +32,7 @@ from shoal.planning.pipeline_stages import stage_units
 MIB = 2**20
 LINK = Link("wire", 1e-6, 1e9)
 CPUS = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, 8, LINK, LINK)
+APART = replace(CPUS, per_node=1)
 GPUS = replace(CPUS, device=replace(CPUS.device, kind="gpu"))
 LAYOUTS = {
     "ddp": Layout(dp_replicate=2),
@@ -59,6 +60,7 @@ def in_mib(found: tuple[float, ...]) -> list[float]:
 
 def test_the_planner_knows_how_many_buckets_are_in_flight() -> None:
     assert BUCKETS_IN_FLIGHT == zero.IN_FLIGHT
+    assert GLOO_THREADS == zero.TRANSFERS
 
 
 @pytest.mark.parametrize("mib", [10, 40, 100])
@@ -68,31 +70,42 @@ def test_ddp_sums_in_place(mib: int) -> None:
 
 def test_narrow_sums_travel_as_copies_until_the_end() -> None:
     found = bytes_in_flight(case("ddp", reduce="bf16"), ParameterElements(40 * MIB / 4, 0.0))
-    assert in_mib(found) == [0.0, 0.0, 25 / 2, 40 / 2, 0.0]
+    assert in_mib(found) == [0.0, 0.0, 25 / 2, 40 / 2, 0.0, 0.0]
 
 
-def test_zero1_receives_all_on_gloo_and_its_part_on_nccl() -> None:
+def test_zero1_receives_two_buckets_on_gloo_and_its_part_on_nccl() -> None:
+    """On gloo in memory that stays, from which the own weights are sent, too."""
     elements = ParameterElements(40 * MIB / 4, 0.0)
-    assert in_mib(bytes_in_flight(case("zero1"), elements)) == [0.0, 0.0, 25.0, 40.0, 60.0]
+    assert in_mib(bytes_in_flight(case("zero1"), elements)) == [40.0] * 6
+    more = ParameterElements(100 * MIB / 4, 0.0)
+    apart = bytes_in_flight(case("zero1", reduce="bf16", cluster=APART), more)
+    assert in_mib(apart) == [50.0] * 4 + [100.0, 50.0], "two that are sent, two that arrive"
+    near = bytes_in_flight(case("zero1", reduce="bf16"), more)
+    assert in_mib(near) == [75.0] * 6, "new weights are wide, and lie there for both ranks"
     on_gpus = bytes_in_flight(case("zero1", cluster=GPUS), elements)
-    assert in_mib(on_gpus) == [0.0, 0.0, 12.5, 20.0, 20.0]
+    assert in_mib(on_gpus) == [0.0, 0.0, 12.5, 20.0, 20.0, 0.0]
 
 
 def test_stepped_weights_travel_two_buckets_at_a_time_on_gloo() -> None:
-    """Each waits with its own part; gloo copies what its threads are at."""
+    """In the memory of transfers, which stays; between machines gloo copies what it is at."""
     assert ProcessGroupGloo._Options()._threads == GLOO_THREADS
     elements = ParameterElements(200 * MIB / 4, 0.0)
-    for layout in ("zero1", "zero2"):
-        assert bytes_in_flight(case(layout), elements).published == (100 + 2 * 25) * MIB
+    for layout, kept in (("zero1", 2 * 25), ("zero2", 3.5 * 25)):
+        found = bytes_in_flight(case(layout), elements)
+        assert (found.kept, found.published) == (kept * MIB, kept * MIB)
+        apart = bytes_in_flight(case(layout, cluster=APART), elements)
+        assert (apart.kept, apart.published) == (kept * MIB, (kept + 2 * 25) * MIB)
         assert bytes_in_flight(case(layout, cluster=GPUS), elements).published == 100 * MIB
 
 
 def test_zero2_holds_buckets_of_earlier_micro_batches() -> None:
     elements = ParameterElements(10 * MIB / 4, 0.0)
     one, many = (bytes_in_flight(case("zero2", batch=batch), elements) for batch in (2, 8))
-    # sent and received, then the own half of the sum beside them
-    assert in_mib(one)[:4] == [0.0, 10.0, 10.0, 25.0]
-    assert in_mib(many)[:4] == [20.0, 30.0, 30.0, 35.0]
+    # sent and received, and the own half of the sum; of many micro-batches one that is filled
+    assert in_mib(one)[:4] == [25.0] * 4
+    assert in_mib(many)[:4] == [35.0] * 4
+    on_gpus = bytes_in_flight(case("zero2", batch=8, cluster=GPUS), elements)
+    assert in_mib(on_gpus)[:4] == [15.0, 25.0, 25.0, 30.0]
     # of a large model one bucket on its way, one that is full, and half a sum, whatever its size
     for elements in (1e3 * MIB, 1e5 * MIB):
         large = bytes_in_flight(case("zero2", batch=8), ParameterElements(elements, 0.0))
@@ -228,6 +241,7 @@ def test_the_heap_of_a_cpu_has_holes_beside_what_is_allocated(layout: str) -> No
     found = predict_memory(given)
     share, states = HEAP_HOLES[given.layout.zero], ("weights", "gradients", "optimizer")
     alive = found.allocated_bytes - sum(found.parts.get(name, 0.0) for name in states)
+    alive -= bytes_in_flight(given, ParameterElements(17 * MIB / 4, 0.0)).kept  # leaves no holes
     gradients = 17 * MIB / (1 if given.layout.zero < 2 else 2) - found.parts.get("gradients", 0.0)
     assert alive > 8 * MIB
     holes = found.parts["allocator"]

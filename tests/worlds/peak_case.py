@@ -7,24 +7,30 @@ import gc
 import logging
 import logging.handlers
 import queue
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 
 from shoal.base.estimates.cluster import Cluster, Device, Link
 from shoal.base.estimates.estimate import ModelFacts, PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
+from shoal.fabric.collectives.uneven_collectives import TransferBuffer
 from shoal.forecast.fit.memory_instants import predict_run
 from shoal.forecast.fit.peak_memory import predict_memory, validation_micro_batch
 from shoal.forecast.memory.transient_memory import gathered_elements
 from shoal.machine.states import count_state_bytes, measure_peak_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
+from shoal.planning.gradient_buckets import plan_buckets
 from shoal.planning.pipeline_stages import stage_units
 from shoal.trace.costs.traced_facts import trace_facts
+from shoal.trainer import parallelize as module
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
@@ -217,8 +223,70 @@ def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) ->
     return {
         "step_bytes": extra_bytes,
         "validation": {"at_once": at_once, "sizes": sorted(set(sizes)), "bytes": validating},
-        "held": states.total + extra_bytes,
+        "held": states.total + kept_bytes(run.program.reducer) + extra_bytes,
         "foreseen": foreseen.allocated_bytes,
         "parts": foreseen.parts,
         "states": states.total,
     }
+
+
+def kept_bytes(reducer: Any) -> int:
+    """Memory of transfers that stays from step to step."""
+    held = [*vars(reducer).values(), *vars(getattr(reducer, "weights", object)).values()]
+    each = [one for many in held for one in (many if isinstance(many, list | tuple) else [many])]
+    buffers = {id(one): one for one in each if isinstance(one, TransferBuffer)}
+    return sum(one.held_bytes for one in buffers.values())
+
+
+WIDTH, LAYERS = 256, 6
+
+
+def large_blocks(world: World, layouts: list[str]) -> dict[str, Any]:
+    """By layout the blocks that a step allocates anew, from half a weight on, in KiB.
+
+    Each weight is a bucket, so half of one is this rank's part. And whether the gradients of a step
+    are still there after its update, which sends weights in the memory of transfers.
+    """
+    found = {}
+    for layout in layouts:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        each = functools.partial(plan_buckets, bucket_bytes=1)
+        with mock.patch.object(module, "plan_buckets", each):
+            run = parallelize(
+                nn.Sequential(*layers),
+                lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+                squares,
+                layout=layout,
+                batch=8 * world.size,
+                micro_batch=4,
+                world=world,
+                prove="off",
+            )
+        torch.manual_seed(1 + world.rank)
+        batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+        for _ in range(3):
+            run.step(batch)
+        blocks = allocated_blocks(functools.partial(run.step, batch), WIDTH * WIDTH * 4 // 2)
+        run.forward_backward(batch)
+        gradients = [one.parameter.grad for one in run.program.local.values()]
+        before = [one.clone() for one in gradients]
+        run.update()
+        for undo in run.program.on_close:
+            undo()
+        stay = all(map(torch.equal, gradients, before))
+        found[layout] = {"blocks": [size // 1024 for size in blocks], "gradients_stay": stay}
+    return found
+
+
+def allocated_blocks(work: Callable[[], object], least_bytes: int) -> list[int]:
+    """Sizes of the blocks that this thread allocates during a call, from `least_bytes` on."""
+    with profile(use_kineto=True, profile_memory=True) as recorded:
+        work()
+    waiting, found = list(recorded.kineto_results.experimental_event_tree()), []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag.name == "Allocation" and event.extra_fields.alloc_size >= least_bytes:
+            found.append(event.extra_fields.alloc_size)
+    return sorted(found)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from peak_case import kept_bytes
 from shoal.fabric import World
 from shoal.machine.states import count_state_bytes
 from shoal.models.catalog import build
@@ -106,13 +107,16 @@ def measure(world: World, layout: str, precision: str) -> dict[str, Any]:
     run.step((tokens, tokens))  # after it Adam has its moments
     run.forward_backward((tokens, tokens))
     counted = count_state_bytes(run)
-    tensors = settled_bytes(tensors_before + 1.02 * counted.total) - tensors_before
+    transfers = kept_bytes(run.program.reducer)
+    most = tensors_before + 1.02 * (counted.total + transfers)
+    tensors = settled_bytes(most) - tensors_before
     answer = {
         "elements": run.plan.parameters,
         "weights": counted.weights,
         "gradients": counted.gradients,
         "optimizer": counted.optimizer,
         "total": counted.total,
+        "transfers": transfers,
         "tensors": tensors,
         "heap": allocated_bytes() - heap_before if heap_before >= 0 else -1,
     }

@@ -61,7 +61,7 @@ from shoal.fabric.device import (
 from shoal.fabric.rendezvous.process_info import ProcessInfo, read_process_info
 
 if TYPE_CHECKING:
-    from shoal.fabric.collectives.uneven_collectives import PendingFlatReduceScatter
+    from shoal.fabric.collectives import uneven_collectives as uneven
 
 JOIN_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
@@ -109,8 +109,7 @@ class World:
         owns_group: bool = False,
         store: dist.Store | None = None,
     ) -> None:
-        self.rank = place.rank
-        self.size = place.size
+        self.rank, self.size = place.rank, place.size
         self.local_rank = place.local_rank
         self.local_size = place.local_size
         self.started_by = place.started_by
@@ -156,38 +155,41 @@ class World:
             return None
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingFlatReduceScatter:
+    def reduce_scatter(
+        self, tensor: torch.Tensor, cuts: Sequence[int], buffer: uneven.TransferBuffer | None = None
+    ) -> uneven.PendingFlatReduceScatter:
         """Reduce-scatter a flat tensor by sum; return a handle of this rank's part.
 
         Args:
             tensor: [elements]; must not change until the result is read.
             cuts: rank r gets elements cuts[r] to cuts[r + 1].
+            buffer: memory on the host for the received parts; None: allocate it.
         """
-        from shoal.fabric.collectives.uneven_collectives import (
-            PendingFlatReduceScatter,
-            reduce_scatter,
-        )
+        from shoal.fabric.collectives import uneven_collectives as sums
 
         if self.group is None:
-            return PendingFlatReduceScatter(None, tensor.clone().unsqueeze(0), tensor)
-        self.traffic.count(
-            REDUCE_SCATTER, tensor.numel() * tensor.element_size(), self.size, self.axis
-        )
-        return reduce_scatter(tensor, cuts, self.rank, self.group)
+            return sums.PendingFlatReduceScatter(None, tensor.clone().unsqueeze(0), tensor)
+        self.traffic.count(REDUCE_SCATTER, tensor.nbytes, self.size, self.axis)
+        return sums.reduce_scatter(tensor, cuts, self.rank, self.group, buffer)
 
-    def all_gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> dist.Work | None:
+    def all_gather_parts(
+        self, tensor: torch.Tensor, cuts: Sequence[int], buffer: uneven.TransferBuffer | None = None
+    ) -> uneven.PendingGather | None:
         """All-gather a flat tensor in place, of which each rank holds a part; may be unequal.
 
         Args:
             tensor: flat, [n]; this rank's part is filled, and the others are overwritten.
             cuts: boundaries of the ranks' parts, size + 1 of them, from 0 to n.
+            buffer: memory on the host for what this rank sends; None: allocate it.
         """
         if self.group is None:
             return None
         from shoal.fabric.collectives.uneven_collectives import all_gather_parts
 
         self.traffic.count(ALL_GATHER, tensor.numel() * tensor.element_size(), self.size, self.axis)
-        return all_gather_parts(tensor, cuts, self.rank, self.group)
+        # ranks of a machine follow each other
+        direct = buffer is not None and len({rank // self.local_size for rank in self.ranks}) == 1
+        return all_gather_parts(tensor, cuts, self.rank, self.group, buffer, direct=direct)
 
     def all_reduce_max(self, number: int) -> int:
         """All-reduce a number by maximum over ranks.

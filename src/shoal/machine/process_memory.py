@@ -112,9 +112,10 @@ def trim_grown_heap() -> None:
     """Return freed heap to the system if this process has grown by an eighth since its first steps.
 
     A step that frees large aligned blocks and asks for them again leaves holes between blocks that
-    live, and glibc 2.36 does not fill such a hole with a block of its size. An MLP of 50M weights
-    under zero1 on 2 ranks grew by 48 MiB a step, without an end in 30 steps. What the process holds
-    again at the call after a trim is its own, and is allowed from then on.
+    live, and glibc 2.36 does not fill such a hole with a block of its size. Buffers of zero1 and
+    zero2 are kept (`TransferBuffer`); before, an MLP of 50M weights on 2 ranks grew by 48 MiB a
+    step. Autograd's own gradients and user code still leave holes. What the process holds again at
+    the call after a trim is its own, and is allowed from then on.
 
     References:
         malloc(3), aligned_alloc; proc_pid_statm(5).

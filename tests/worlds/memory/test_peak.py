@@ -37,6 +37,19 @@ def test_what_a_step_holds_is_foreseen(worlds, name: str, rounds: int) -> None:
         assert max(found["validation"]["at_once"] for found in rank) > least
 
 
+def test_transfers_of_a_step_take_the_memory_of_the_step_before(worlds) -> None:
+    """Freed and allocated anew in each step, they made the heap grow by 48 MiB a step, without end.
+
+    What is left are the passes' own gradients, one a weight and micro-batch, as under ddp.
+    """
+    for found in worlds(2).call("peak_case:large_blocks", layouts=["ddp", "zero1", "zero2"]):
+        weight_kib = peak_case.WIDTH**2 * 4 // 1024
+        assert found["ddp"]["blocks"] == 2 * peak_case.LAYERS * [weight_kib]
+        for layout, of_layout in found.items():
+            assert of_layout["blocks"] == found["ddp"]["blocks"], layout
+            assert of_layout["gradients_stay"], layout
+
+
 @pytest.mark.proof  # fsdp on two ranks: the first test; blocks as attributes: the third
 @pytest.mark.parametrize(
     ("name", "layout"), [("attributes", "fsdp"), ("often", "fsdp"), ("attributes", "fsdp no")]

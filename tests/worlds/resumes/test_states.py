@@ -73,11 +73,16 @@ def test_states_take_what_theory_says(
 
 @pytest.mark.parametrize(("precision", "layout", "ranks"), CASES)
 def test_nothing_else_is_alive(measured: Measured, precision: str, layout: str, ranks: int) -> None:
-    """A flat buffer that outlives its use would be no state, and memory all the same."""
+    """A flat buffer that outlives its use would be no state, and memory all the same.
+
+    The memory of transfers stays under zero1 and zero2, a few buckets; here they hold the model.
+    """
     for counted in measured[precision, layout, ranks]:
-        assert counted["tensors"] == pytest.approx(counted["total"], rel=0.02)
+        assert counted["transfers"] <= (4 + 1 / ranks) * 4 * counted["elements"]
+        total = counted["total"] + counted["transfers"]
+        assert counted["tensors"] == pytest.approx(total, rel=0.02)
         if counted["heap"] >= 0:
-            assert counted["heap"] <= 1.05 * counted["total"] + LITTLE_BYTES
+            assert counted["heap"] <= 1.05 * total + LITTLE_BYTES
         assert counted["left"] == 0, "something holds tensors of a run that is over"
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.base.errors import BugError
 from shoal.fabric.collectives.sharded_collectives import ScatterGradients, free_storage
 from shoal.fabric.collectives.traffic_counts import REDUCE_SCATTER
+from shoal.fabric.collectives.uneven_collectives import PendingGather
 from shoal.fabric.compressed.codecs.base import Codec, SegmentedCodec
 from shoal.fabric.compressed.codecs.feedback import Residual, encode_with_error
 from shoal.fabric.compressed.codecs.int8 import Int8Codec
@@ -434,7 +435,7 @@ class TopKAllReduce(ResidualCompressedSum):
 
 class _PendingTopKAllReduce:
     def __init__(
-        self, sender: TopKAllReduce, gathered: torch.Tensor, work: dist.Work | None
+        self, sender: TopKAllReduce, gathered: torch.Tensor, work: PendingGather | None
     ) -> None:
         self.sender, self.gathered, self.work = sender, gathered, work
 

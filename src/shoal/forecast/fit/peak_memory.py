@@ -210,7 +210,8 @@ def _estimate(case: PlanningCase, habits: FrameworkMemory, stage: StageUnits) ->
     parts["allocator"] = idle + (_reserved_ratio(case, habits) - 1) * (allocated + idle)
     most = max(instant.size for instant in instants)
     counted = best.size + best.made * gradients
-    parts["allocator"] += heap_hole_bytes(case, counted, most, gradients)
+    kept = bytes_in_flight(case, elements).kept
+    parts["allocator"] += heap_hole_bytes(case, counted, most, gradients, kept)
     parts["context"] = case.cluster.device.reserved_bytes
     return _finish(case, parts, allocated, best.when, stage.rank)
 
@@ -282,7 +283,7 @@ def _step_moments(
         _StepMoment("loss", made, gathered, way.before, held.kept, loss, carried),
         _StepMoment("backward", 1.0, buckets=way.sent),
         _StepMoment("backward", 1.0, buckets=sharded.root, working=workspace),
-        _StepMoment("update", 1.0, working=updating + pieces),
+        _StepMoment("update", 1.0, buckets=way.kept, working=updating + pieces),
         _StepMoment("update", 1.0, way.published),
     ]
     if not in_turn:

@@ -4,6 +4,8 @@
                  kept gradients, and copies if `reduce_bytes` is narrower than the kept gradients
     zero2        a bucket is filled beside the kept parts, then sent; before that the bucket in
                  flight is received, which may be an earlier micro-batch's
+    gloo         under zero1 two buckets are in flight. Their buffers, and zero2's, stay from step
+                 to step
     dualpipe     without data ranks gradients are separate tensors: a bucket is filled, and summed
     zero1, 2     after the update every rank's part of the weights is gathered by all others
     zero3        the next block is gathered ahead; sent gradients stay until the next are sent; on
@@ -43,7 +45,8 @@ BUCKETS_IN_FLIGHT = 1
 
 
 GLOO_THREADS = 2
-"""Concurrent collectives of a gloo group (torch: ProcessGroupGloo.Options.threads)."""
+"""Concurrent collectives of a gloo group (torch: ProcessGroupGloo.Options.threads), and so buckets
+in flight on a CPU under zero1 and after the update (`data_parallel.zero.TRANSFERS`)."""
 
 
 class BytesInFlight(NamedTuple):
@@ -55,6 +58,7 @@ class BytesInFlight(NamedTuple):
         last: in the backward of the first block.
         sent: when the last bucket is sent and all activations are freed.
         published: during the all-gather of updated weights.
+        kept: part of all five, which stays from step to step.
     """
 
     before: float = 0.0
@@ -62,6 +66,7 @@ class BytesInFlight(NamedTuple):
     last: float = 0.0
     sent: float = 0.0
     published: float = 0.0
+    kept: float = 0.0
 
 
 class GlooMoment(NamedTuple):
@@ -118,6 +123,8 @@ def bytes_in_flight(case: PlanningCase, elements: ParameterElements) -> BytesInF
     narrow = case.reduce_bytes / wide if 0 < case.reduce_bytes < wide else 0.0
     own = 1 / shard_counts(case)[0] if layout.zero else 0.0
     gloo = case.cluster.device.kind == "cpu"
+    if layout.zero and gloo and not layout.serves:
+        return _bytes_on_gloo(case, total, narrow, own)
     received = 1.0 if gloo else own
     # Every bucket's own part waits; gloo copies the buckets that its threads process.
     copied = min(total, GLOO_THREADS * BUCKET_BYTES) if gloo else 0.0
@@ -126,7 +133,7 @@ def bytes_in_flight(case: PlanningCase, elements: ParameterElements) -> BytesInF
         each = narrow + (narrow or 1.0) * received if layout.zero else narrow
         before_last = total - (total % BUCKET_BYTES or min(total, BUCKET_BYTES))
         return BytesInFlight(last=each * before_last, sent=each * total, published=published)
-    each = (narrow or 1.0) * (1 + received)
+    each = (narrow or 1.0) * (1 + own)
     bucket = min(total, BUCKET_BYTES)
     before = each * _most_consecutive_bytes(total, case.accumulate - 1, BUCKETS_IN_FLIGHT)
     waiting = each * bucket if total > bucket else before
@@ -135,6 +142,30 @@ def bytes_in_flight(case: PlanningCase, elements: ParameterElements) -> BytesInF
     sent = max(full, (each + own) * bucket)
     last = full if total > bucket else before + bucket
     return BytesInFlight(before, before + bucket, last, sent, published)
+
+
+def _bytes_on_gloo(case: PlanningCase, total: float, narrow: float, own: float) -> BytesInFlight:
+    """Return the bytes in flight of zero 1 and 2 on a CPU, where the buffers of transfers stay.
+
+    Args:
+        case: the run.
+        total: bytes of the rank's gradients, before they are split.
+        narrow: width of what is sent ÷ that of gradients; 0.0: they are the same.
+        own: this rank's share.
+    """
+    bucket, two = min(total, BUCKET_BYTES), min(total, GLOO_THREADS * BUCKET_BYTES)
+    width = WIDTHS[case.plan.compute] / max(4, WIDTHS[case.plan.compute])
+    # New weights are sent from there, too: on one machine to each rank from its own memory. Between
+    # machines gloo's all-gather copies the buckets that its threads process.
+    near = case.layout.processes <= case.cluster.per_node
+    received = max(narrow or 1.0, width if near else own * width)
+    if case.layout.zero == 1 or case.plan.defer_sync:
+        kept = (received + narrow) * two
+    else:  # one is filled while another is in flight, maybe of an earlier micro-batch
+        staged = two if total > bucket or case.accumulate == 1 else 2 * bucket
+        kept = staged + (received + narrow + own) * bucket
+    copied = 0.0 if near else width * two
+    return BytesInFlight(kept, kept, kept, kept, kept + copied, kept)
 
 
 def _most_consecutive_bytes(total: float, passes: int, count: int) -> float:

@@ -44,7 +44,7 @@ SEGMENT_BYTES = 20 * 2**20
 """Segment of torch's allocator for blocks of 1 to 10 MiB (c10: kLargeBuffer)."""
 
 
-HEAP_HOLES = {0: 0.65, 1: 1.25, 2: 1.25, 3: 0.9}
+HEAP_HOLES = {0: 0.65, 1: 0.65, 2: 0.9, 3: 0.9}
 """Memory that glibc's heap keeps in holes, as a share of a step's temporary bytes, by ZeRO stage.
 
 Measured: benchmarks/peaks.py (docs/proof/planner-memory.md). torch aligns blocks, and glibc then
@@ -238,7 +238,9 @@ def idle_bytes(
     return idle
 
 
-def heap_hole_bytes(case: PlanningCase, counted: float, most: float, gradients: float) -> float:
+def heap_hole_bytes(
+    case: PlanningCase, counted: float, most: float, gradients: float, kept: float = 0.0
+) -> float:
     """Predict the bytes in holes of the C heap at the peak; 0.0 on devices.
 
     The heap grows to the most temporary bytes of any moment, the holes between them, and the
@@ -248,10 +250,12 @@ def heap_hole_bytes(case: PlanningCase, counted: float, most: float, gradients: 
         counted: temporary bytes and gradients that the peak counts already.
         most: most temporary bytes at any moment of the step.
         gradients: bytes of all gradients that this rank keeps.
+        kept: part of `most` that is never freed, and leaves no holes.
     """
     if case.cluster.device.kind != "cpu" or case.framework != "shoal":
         return 0.0
-    return max(0.0, (1 + HEAP_HOLES[case.layout.zero]) * most + gradients - counted)
+    holes = HEAP_HOLES[case.layout.zero] * (most - kept)
+    return max(0.0, most + holes + gradients - counted)
 
 
 def segment_bytes(case: PlanningCase) -> float:

@@ -7,7 +7,8 @@ the plan's order, which is the same on every rank and cannot deadlock. Earlier m
 nothing. The sum is not divided: the step divides by the global count of targets.
 
     ddp     all-reduce: every rank gets the whole sum, in place
-    zero1   reduce-scatter: a rank gets the sum of its own part only, in place
+    zero1   reduce-scatter: a rank gets the sum of its own part only, in place. On a CPU two
+            buckets are in flight, whose receive buffers serve all steps
 
 If forward passes read narrow copies of the weights, a parameter's gradient is narrow too: the
 hook adds it to its view of the fp32 buffer and drops it. `precision.reduce` may make the sent
@@ -19,7 +20,7 @@ rebuilds them after step 1, which changes the rounding of sums on resume) and in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -32,7 +33,10 @@ from shoal.fabric import World
 from shoal.parallel.program import HookedReducer, LocalParameter, Program, view_like
 
 if TYPE_CHECKING:
-    from shoal.fabric.collectives.uneven_collectives import PendingFlatReduceScatter
+    from shoal.fabric.collectives.uneven_collectives import (
+        PendingFlatReduceScatter,
+        TransferBuffer,
+    )
 
     Pending = dist.Work | PendingFlatReduceScatter | None
 
@@ -71,7 +75,16 @@ def reduce_dtype(plan: Plan) -> torch.dtype | None:
 
 
 class BucketReducer(HookedReducer):
-    """The reducer of `ddp` and, if buckets have cuts, of `zero1`; see `program.Reducer`."""
+    """The reducer of `ddp` and, if buckets have cuts, of `zero1`; see `program.Reducer`.
+
+    Attributes:
+        buffers: memory of reduce-scatters, one for each that may be in flight; (): all may be, each
+            in its own.
+        narrow: memory of what they send in `precision.reduce`, as many.
+    """
+
+    buffers: Sequence[TransferBuffer] = ()
+    narrow: Sequence[TransferBuffer] = ()
 
     def __init__(self, program: Program, local: Mapping[str, LocalParameter]) -> None:
         parameters, buckets, device = program.parameters, program.plan.buckets, program.world.device
@@ -105,6 +118,7 @@ class BucketReducer(HookedReducer):
         self.fresh: set[str] = set()
         self.missing: list[int] = []
         self.pending: list[tuple[Pending, torch.Tensor]] = []
+        self.summed = 0  # buckets whose sum has arrived, the first ones of `pending`
         self.norms: list[torch.Tensor] = []
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -119,7 +133,7 @@ class BucketReducer(HookedReducer):
             parameter.grad = None if name in self.copied else self.views[name]
         self.active, self.armed = True, False
         self.seen, self.fresh = set(), set()
-        self.pending, self.norms = [], []
+        self.pending, self.norms, self.summed = [], [], 0
 
     def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Before the last pass: start to count ready gradients and send full buckets."""
@@ -137,16 +151,9 @@ class BucketReducer(HookedReducer):
         self.armed = False
         while len(self.pending) < len(self.flats):
             self._send()
-        with self.traffic.waiting(len(self.pending)):
-            for number, (work, sent) in enumerate(self.pending):
-                if self.plan[number].cuts:
-                    cast("PendingFlatReduceScatter", work).result(out=self._own_part(number))
-                elif work is not None:
-                    cast(dist.Work, work).wait()
-                    if sent is not self.flats[number]:
-                        self.flats[number].copy_(sent)
-        # A reference to a work would keep its process group alive beyond `destroy`.
-        self.pending = [(None, flat) for flat in self.flats]
+        with self.traffic.waiting(len(self.pending) - self.summed):
+            while self.summed < len(self.pending):
+                self._receive()
         self.active = False
         for name, parameter in self.parameters.items():
             # A gradient that is not the view was never summed: some code replaced it.
@@ -212,12 +219,44 @@ class BucketReducer(HookedReducer):
         flat, cuts = self.flats[number], self.plan[number].cuts
         # Taken before the sum mixes ranks, so that a bad norm points to its rank.
         self.norms.append(torch.linalg.vector_norm(flat))
-        sent = flat if self.reduce is None else flat.to(self.reduce)
+        while self.buffers and number - self.summed >= len(self.buffers):
+            with self.traffic.waiting():
+                self._receive()
+        sent = self._narrowed(number)
         world, self.traffic.subject = self.worlds[number], number
-        if cuts:
+        if self.buffers:
+            buffer = self.buffers[number % len(self.buffers)]
+            self.pending.append((world.reduce_scatter(sent, cuts, buffer), sent))
+        elif cuts:
             self.pending.append((world.reduce_scatter(sent, cuts), sent))
         else:
             self.pending.append((world.all_reduce(sent, wait=False), sent))
+
+    def _narrowed(self, number: int) -> torch.Tensor:
+        """Return a bucket in the dtype in which it is sent."""
+        flat = self.flats[number]
+        if self.reduce is None or self.reduce == flat.dtype:
+            return flat
+        if not self.narrow:
+            return flat.to(self.reduce)
+        buffer = self.narrow[number % len(self.narrow)]
+        return buffer.acquire(flat.numel(), self.reduce, flat.device).copy_(flat)
+
+    def _receive(self) -> None:
+        """Wait for the sum of the first bucket in flight, and write it to the buffer."""
+        number, flat = self.summed, self.flats[self.summed]
+        work, sent = self.pending[number]
+        if self.plan[number].cuts:
+            cast("PendingFlatReduceScatter", work).result(out=self._own_part(number))
+            if self.narrow and sent is not flat:
+                self.narrow[number % len(self.narrow)].release(sent)
+        elif work is not None:
+            cast(dist.Work, work).wait()
+            if sent is not flat:
+                flat.copy_(sent)
+        # A reference to a work would keep its process group alive beyond `destroy`.
+        self.pending[number] = (None, flat)
+        self.summed += 1
 
 
 def second_gradient_error(name: str) -> PlanError:

@@ -46,6 +46,7 @@ from shoal.base.layouts.compression import Compression
 from shoal.base.plans.plan import Bucket
 from shoal.base.plans.tensor_shards import Shard
 from shoal.fabric import TrafficCounter, World
+from shoal.fabric.collectives.uneven_collectives import TransferBuffer
 from shoal.fabric.compressed.compressed_sums import (
     BIT_BLOCK,
     CODES,
@@ -136,8 +137,16 @@ class CompressedSums:
         """Begin to sum the next bucket over all ranks, in place."""
         return PendingCompressedSum(self._send(tensor), tensor, self._send_second_halves)
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingCompressedSum:
-        """Sum the next bucket; this rank gets elements cuts[rank] to cuts[rank + 1]."""
+    def reduce_scatter(
+        self, tensor: torch.Tensor, cuts: Sequence[int], buffer: TransferBuffer | None = None
+    ) -> PendingCompressedSum:
+        """Sum the next bucket; this rank gets elements cuts[rank] to cuts[rank + 1].
+
+        Args:
+            tensor: flat; it may change when this returns.
+            cuts: boundaries of the ranks' parts.
+            buffer: unused: codes have memory of their own.
+        """
         own = tensor[cuts[self.rank] : cuts[self.rank + 1]]
         return PendingCompressedSum(self._send(tensor), own, self._send_second_halves)
 

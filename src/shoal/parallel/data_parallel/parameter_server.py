@@ -35,6 +35,7 @@ def apply(program: Program) -> Program:
     servers = program.plan.layout.servers
     links = ServerLinks(PointToPoint(program.world), servers)
     weights.worlds = [links for _ in weights.worlds]  # type: ignore[misc]  # as a World does
+    weights.buffers = ()  # its messages have memory of their own
     local = weights.local()
     reducer = _ParameterServerReducer(program, weights, local, links)
     phases.mark_unequal_parts(phases.UPDATE, always=True)  # only servers update

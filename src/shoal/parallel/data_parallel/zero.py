@@ -9,13 +9,16 @@ sees views of its parts; after its step an all-gather completes the buffers on e
             transient buffer, which is sent when full, in every micro-batch; the received part is
             accumulated. `defer_sync` does as zero1 does and costs one whole gradient
 
+On a CPU the buffers of transfers serve all steps, as DDP's buckets do (`TransferBuffer`).
+
 Source: Rajbhandari et al. 2020 (ZeRO), §5; stage 2 with a reduce-scatter per micro-batch as there
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,7 +26,11 @@ from torch import nn
 from shoal.base.errors import BugError
 from shoal.base.plans.plan import Bucket
 from shoal.base.plans.tensor_shards import Shard
-from shoal.fabric.collectives.uneven_collectives import PendingFlatReduceScatter
+from shoal.fabric.collectives.uneven_collectives import (
+    PendingFlatReduceScatter,
+    PendingGather,
+    TransferBuffer,
+)
 from shoal.parallel.data_parallel.buckets import (
     BucketReducer,
     bucket_offsets,
@@ -40,6 +47,9 @@ IN_FLIGHT = 1
 A full bucket waits until an earlier one has arrived. That costs little: a network slower than the
 backward pass would delay the end of the step anyway.
 """
+
+TRANSFERS = 2
+"""Buckets in flight on a CPU under zero1, and of new weights; gloo runs two collectives at once."""
 
 
 def apply(program: Program) -> Program:
@@ -74,6 +84,8 @@ class FlatWeights:
         flats: buffers that forward passes read, whole, in the bucket's compute dtype.
         masters: this rank's parts in the dtype of the optimizer: views of `flats`, or tensors of
             their own if forward passes read narrow copies.
+        buffers: memory of transfers on a CPU, one for each in flight; (): all buckets may be in
+            flight, each in its own memory.
     """
 
     def __init__(self, program: Program) -> None:
@@ -81,6 +93,8 @@ class FlatWeights:
         self.parameters, self.buckets = parameters, buckets
         self.traffic, self.place = program.world.traffic, program.shard_of
         self.worlds = bucket_worlds(program)
+        on_host = program.world.device.type == "cpu"
+        self.buffers: Sequence[TransferBuffer] = make_buffers(TRANSFERS if on_host else 0)
         self.flats: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
         self.spans: list[tuple[int, int]] = []
@@ -152,12 +166,20 @@ class FlatWeights:
 
     def publish(self) -> None:
         """All-gather the updated parts, so that every rank has all weights."""
-        works = []
+        works: deque[PendingGather | None] = deque()
         for number, (flat, master, bucket) in enumerate(self._each_bucket()):
             if bucket.compute:
                 low, high = self.spans[number]
                 flat[low:high].copy_(master)
-            works.append(self.worlds[number].all_gather_parts(flat, bucket.cuts))
+            world = self.worlds[number]
+            if not self.buffers:
+                works.append(world.all_gather_parts(flat, bucket.cuts))
+                continue
+            if len(works) == len(self.buffers) and (oldest := works.popleft()) is not None:
+                with self.traffic.waiting():
+                    oldest.wait()
+            buffer = self.buffers[number % len(self.buffers)]
+            works.append(world.all_gather_parts(flat, bucket.cuts, buffer))
         with self.traffic.waiting(len(works)):
             for work in works:
                 if work is not None:
@@ -168,6 +190,11 @@ class FlatWeights:
         return zip(self.flats, self.masters, self.buckets, strict=True)
 
 
+def make_buffers(count: int) -> tuple[TransferBuffer, ...]:
+    """Return buffers for so many transfers in flight."""
+    return tuple(TransferBuffer() for _ in range(count))
+
+
 class _ZeroOneReducer(BucketReducer):
     """Reducer of full gradients (ZeRO-1), of which this rank gets the sum of its part."""
 
@@ -176,14 +203,37 @@ class _ZeroOneReducer(BucketReducer):
     ) -> None:
         super().__init__(program, local)
         self.weights = weights
+        self.buffers = weights.buffers
+        self.narrow = make_buffers(len(self.buffers))
 
     def publish(self) -> None:
         """All-gather the updated weights, so that every rank has all of them."""
         self.weights.publish()
 
 
+@dataclass
+class _StagedBucket:
+    """One bucket's gradients of a micro-batch.
+
+    Attributes:
+        number: of the bucket.
+        buffer: memory of `flat`.
+    """
+
+    number: int
+    flat: torch.Tensor
+    buffer: TransferBuffer
+
+
 class ScatterReducer(HookedReducer):
-    """Reducer of `zero2`: one reduce-scatter per bucket and micro-batch."""
+    """Reducer of `zero2`: one reduce-scatter per bucket and micro-batch.
+
+    Attributes:
+        free: buffers of staged buckets that are not in use: one is filled while another is in
+            flight.
+        received, own, narrow: buffers of received parts, of this rank's sum of them, and of what is
+            sent in `precision.reduce`.
+    """
 
     def __init__(
         self, program: Program, weights: FlatWeights, local: dict[str, LocalParameter]
@@ -202,8 +252,11 @@ class ScatterReducer(HookedReducer):
         self.seen: set[str] = set()
         self.fresh: set[str] = set()
         self.filled: set[str] = set()
-        self.staged: dict[int, torch.Tensor] = {}
-        self.pending: list[tuple[int, PendingFlatReduceScatter]] = []
+        self.staged: dict[int, _StagedBucket] = {}
+        # (bucket, what is sent of it, its sum)
+        self.pending: list[tuple[_StagedBucket, torch.Tensor, PendingFlatReduceScatter]] = []
+        self.received, shared = weights.buffers or make_buffers(2)
+        self.free, self.own, self.narrow = [shared], TransferBuffer(), TransferBuffer()
         self.norms: list[torch.Tensor] = []
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -281,7 +334,7 @@ class ScatterReducer(HookedReducer):
                 return
             self.fresh.add(name)
             self.filled.add(name)
-            staged = self._staging_buffer(number)[start:stop].view(parameter.shape)
+            staged = self._stage(number).flat[start:stop].view(parameter.shape)
             if self.once:
                 staged.copy_(gradient)
             else:
@@ -295,27 +348,42 @@ class ScatterReducer(HookedReducer):
     def _is_full(self, number: int) -> bool:
         return self.filled.issuperset(self.plan[number].names)
 
-    def _staging_buffer(self, number: int) -> torch.Tensor:
+    def _stage(self, number: int) -> _StagedBucket:
+        """Return the bucket's gradients of this micro-batch, zeros at first."""
         if number not in self.staged:
-            like = self.parts[number]
-            self.staged[number] = like.new_zeros(self.plan[number].elements)
+            like, buffer = self.parts[number], self.free.pop() if self.free else TransferBuffer()
+            flat = buffer.acquire(self.plan[number].elements, like.dtype, like.device)
+            self.staged[number] = _StagedBucket(number, flat.zero_(), buffer)
         return self.staged[number]
 
     def _send(self) -> None:
         number = self.next
         self.next += 1
-        flat = self._staging_buffer(number)
+        staged = self._stage(number)
         del self.staged[number]
         while len(self.pending) >= IN_FLIGHT:  # before the send, which needs up to three copies
             self._receive()
         # Taken before the sum mixes ranks, so that a bad norm points to its rank.
-        self.norms.append(torch.linalg.vector_norm(flat))
-        sent = flat if self.reduce is None else flat.to(self.reduce)
-        arriving = self.worlds[number].reduce_scatter(sent, self.plan[number].cuts)
-        self.pending.append((number, arriving))
+        self.norms.append(torch.linalg.vector_norm(staged.flat))
+        sent, cuts = self._narrowed(staged.flat), self.plan[number].cuts
+        arriving = self.worlds[number].reduce_scatter(sent, cuts, self.received)
+        self.pending.append((staged, sent, arriving))
 
     def _receive(self) -> None:
-        number, arriving = self.pending.pop(0)
+        staged, sent, arriving = self.pending.pop(0)
+        total = self.parts[staged.number]
+        part = self.own.acquire(total.numel(), total.dtype, total.device)
         with self.traffic.waiting():
-            part = arriving.result(out=torch.empty_like(self.parts[number]))
-        self.parts[number].add_(part)
+            arriving.result(out=part)
+        total.add_(part)
+        self.own.release(part)
+        if sent is not staged.flat:
+            self.narrow.release(sent)
+        staged.buffer.release(staged.flat)
+        self.free.append(staged.buffer)
+
+    def _narrowed(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a bucket in the dtype in which it is sent."""
+        if self.reduce is None or self.reduce == flat.dtype:
+            return flat
+        return self.narrow.acquire(flat.numel(), self.reduce, flat.device).copy_(flat)
