@@ -204,14 +204,14 @@ def wire(world: World) -> Iterator[list[tuple[str, float]]]:
     sent: list[tuple[str, float]] = []
     ranks, rank = world.size, world.rank
     reduce, exchange, gather = (
-        dist.all_reduce,
+        vars(dist.ProcessGroup)["allreduce"],
         dist.all_to_all_single,
         uneven_collectives.all_gather_single,
     )
 
-    def all_reduce(tensor, *given, **named):
-        sent.append(("all_reduce", 2 * (ranks - 1) / ranks * tensor.nbytes))
-        return reduce(tensor, *given, **named)
+    def all_reduce(group, tensors, *given, **named):
+        sent.append(("all_reduce", 2 * (ranks - 1) / ranks * tensors[0].nbytes))
+        return reduce(group, tensors, *given, **named)
 
     def all_to_all(out, tensor, out_sizes, sizes, *given, **named):
         sent.append(("all_to_all", tensor.nbytes - sizes[rank] * tensor.element_size()))
@@ -222,7 +222,7 @@ def wire(world: World) -> Iterator[list[tuple[str, float]]]:
         return gather(out, tensor, *given, **named)
 
     with (
-        mock.patch.object(dist, "all_reduce", all_reduce),
+        mock.patch.object(dist.ProcessGroup, "allreduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", all_to_all),
         mock.patch.object(uneven_collectives, "all_gather_single", all_gather),
         mock.patch.object(sharded_collectives, "all_gather_single", all_gather),

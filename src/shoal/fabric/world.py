@@ -149,11 +149,12 @@ class World:
         if self.group is None:
             return None
         self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size, self.axis)
-        if wait:
+        # `dist.all_reduce` takes 17 calls to check its arguments.
+        work = self.group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
+        if wait and work is not None:
             with self.traffic.waiting():
-                dist.all_reduce(tensor, group=self.group)
-            return None
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+                work.wait()
+        return None if wait else work
 
     def reduce_scatter(
         self, tensor: torch.Tensor, cuts: Sequence[int], buffer: uneven.TransferBuffer | None = None

@@ -139,7 +139,7 @@ class BucketReducer(HookedReducer):
         """Before the last pass: start to count ready gradients and send full buckets."""
         if last:
             self.armed = True
-            self.missing = [len(bucket.names) for bucket in self.plan]
+            self.missing = [len(bucket.names) for bucket in self.plan] + [-1]  # the end
 
     def end_backward(self, counted: bool) -> None:
         """End a backward pass; `finish` sends the buckets that are not full yet."""
@@ -205,11 +205,11 @@ class BucketReducer(HookedReducer):
                 parameter.grad = None
             if not self.armed:
                 return
-            bucket = self.bucket_of[name]
-            if bucket < len(self.pending) or self.missing[bucket] == 0:
+            bucket, missing = self.bucket_of[name], self.missing
+            if missing[bucket] == 0:  # it is full, whether it was sent or waits for its turn
                 raise second_gradient_error(name)
-            self.missing[bucket] -= 1
-            while len(self.pending) < len(self.flats) and self.missing[len(self.pending)] == 0:
+            missing[bucket] -= 1
+            while missing[bucket] == 0 == missing[len(self.pending)]:
                 self._send()
 
         return ready

@@ -198,11 +198,10 @@ NO_GRADIENT = (0, 0)
 
 def read_gradient_marks(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
     """Return the marks of some parameters; writes into a DTensor count there, not in its part."""
-    # A plain gradient's mark is read here: the call would take longer.
-    pairs = [(id(p), p.grad) for p in parameters]
+    read = version_counter  # of a plain gradient here: the call of a function would take longer
     return {
-        key: (id(g), version_counter(g)) if type(g) is torch.Tensor else _gradient_mark(g)
-        for key, g in pairs
+        id(p): (id(g), read(g)) if type(g := p.grad) is torch.Tensor else _gradient_mark(g)
+        for p in parameters
     }
 
 

@@ -96,8 +96,9 @@ class ExternalWriteGuard(Guard):
         self.pieces: list[nn.Parameter] = list(pieces.values())
         pieces.update({id(p): p for p in program.parameters.values()})
         self.graded: list[nn.Parameter] = list(pieces.values())
-        some = [each[:: max(1, len(each) // CLOSELY)] for each in (self.pieces, self.graded)]
-        self._some = some  # from the first to the last: most writes touch most weights
+        # From the first to the last: most writes touch most weights.
+        self._some = [each[:: max(1, len(each) // CLOSELY)] for each in (self.pieces, self.graded)]
+        self._counted = [[(id(p), p) for p in each] for each in (self._some[0], self.pieces)]
         self._closely, self._under_way = True, False
         self._in_parts = program.plan.layout.zero > 0 or bool(program.cuts) or program.pipe.size > 1
         world, replicas = program.world, program.replicas
@@ -134,13 +135,14 @@ class ExternalWriteGuard(Guard):
         changed = self._changed_gradients() if self.watching else []  # of aliases, where they lie
         if self._halves is not None:
             self._halves.release()
-        for one in list(_all):  # the loss of one run may go through the model of another
+        for one in list(_all) if len(_all) > 1 else ():
+            # The loss of one run may go through the model of another.
             if one is not self and one._halves is not None:
                 one._halves.release_if_over()
         if not self.watching:
             return
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
-        if not failed and has_nonzero_gradient(changed):
+        if changed and not failed and has_nonzero_gradient(changed):
             self._under_way = False
             raise reports.writes_report.foreign_change_error()
         if self._closely and (held := self._parameter_owners()) != self._held:
@@ -350,8 +352,8 @@ class ExternalWriteGuard(Guard):
         return sum(p.requires_grad for p in self.program.parameters.values())
 
     def _read_counters(self) -> Counters:
-        some = self.pieces if self._closely else self._some[0]
-        return {id(p): (version_counter(p), p.data_ptr(), p.dtype) for p in some}
+        some = self._counted[self._closely]
+        return {key: (version_counter(p), p.data_ptr(), p.dtype) for key, p in some}
 
     def _changed_gradients(self) -> list[nn.Parameter]:
         return list_changed_gradients(self._gradients, self.graded)

@@ -305,10 +305,9 @@ def _squared_norm(program: Program, reducer: Reducer) -> torch.Tensor | float:
     if program.world.size == 1:
         return sum_of_squares(held)
     by_copies: dict[int, list[torch.Tensor]] = {}
-    for name, tensor in zip(reducer.summed_names(), reducer.sums(), strict=True):
+    for name, tensor in zip(reducer.summed_names(), held, strict=True):
         by_copies.setdefault(program.copies_of_sum[name], []).append(tensor)
-    shares = [sum_of_squares(tensors) / copies for copies, tensors in by_copies.items()]
-    return sum(shares)
+    return sum([sum_of_squares(tensors) / copies for copies, tensors in by_copies.items()])
 
 
 def is_off_host(device: torch.device) -> bool:

@@ -74,7 +74,7 @@ def _is_pair(batch: Any) -> bool:
     """Return whether a batch is two tensors with equal numbers of samples, as (inputs, targets)."""
     if type(batch) is not tuple or len(batch) != 2:
         return False
-    sizes = [len(one) if isinstance(one, torch.Tensor) and one.ndim else 0 for one in batch]
+    sizes = [one.shape[0] if isinstance(one, torch.Tensor) and one.ndim else 0 for one in batch]
     return 0 < sizes[0] == sizes[1]
 
 
