@@ -1,17 +1,29 @@
-"""Lines of the survivors: who left, and why, who joined; and the last one that goes on alone."""
+"""Lines of the survivors: who left, and why, who joined; the last one that goes on alone.
+
+And an island that resumes beside others: it looks for them.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from member_drivers import QuietLinks, make_driver
 
-from shoal.base.layouts.changing_members import complete_lone_island
+from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.layouts.changing_members import complete_known_islands, complete_lone_island
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.cli import start
+from shoal.islands.changing.island_addresses import ADDRESSES, TURN
+from shoal.islands.changing.lost_members import describe_wait
 from shoal.islands.changing.turn_records import AppliedTurn
+from shoal.islands.membership.committed_turn import FIRST_WITNESS, Seat, start_session
+from shoal.islands.membership.message_json import encode_message
 from shoal.trainer.islands.member_rounds import MemberRounds, RoundWork
+from shoal.trainer.islands.member_state import MemberCheckpoints
 
 A, B = "127.0.0.1:29400", "127.0.0.1:29401"
 LINES = [
@@ -19,6 +31,21 @@ LINES = [
     "left: island 2: it said goodbye; islands of round 8: 2",
     "joined: island 3, in round 8",
 ]
+
+
+ALONE = IslandsPolicy(method="diloco", count=1, least=1, index=0, at=A)
+
+
+def prepare_first_start(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the run folder of an island that was started, without a checkpoint."""
+    monkeypatch.chdir(folder)
+    common = ["islands.method=diloco", "islands.least=1", "launch.processes=1", "run.name=x"]
+    first = start.prepare_run([*common, *words, "model.name=mlp", "data.source=digits"], None)
+    first.folder.mkdir(parents=True)
+    start.write_run_folder(first)
+    (first.folder / "checkpoints").mkdir()
+    monkeypatch.setattr(start, "_check_resumable", lambda folder: None)  # no checkpoint is needed
+    return first.folder
 
 
 def fact_of(*names: int) -> Any:
@@ -64,15 +91,9 @@ def test_who_left_and_who_joined_is_a_line_on_the_survivors() -> None:
 def test_the_survivor_of_two_needs_its_count_alone(
     index: int, own: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["islands.method=diloco", "islands.least=1", "islands.count=2", f"islands.at={A},{B}"]
-    words += [f"islands.index={index}", "model.name=mlp", "data.source=digits", "run.name=x"]
-    first = start.prepare_run([*words, "launch.processes=1"], None)
-    first.folder.mkdir(parents=True)
-    start.write_run_folder(first)
-    (first.folder / "checkpoints").mkdir()
-    monkeypatch.setattr(start, "_check_resumable", lambda folder: None)  # no checkpoint is needed
-    policy = start.prepare_run(["islands.count=1"], first.folder).loaded.config.islands
+    words = ["islands.count=2", f"islands.at={A},{B}", f"islands.index={index}"]
+    folder = prepare_first_start(tmp_path, words, monkeypatch)
+    policy = start.prepare_run(["islands.count=1"], folder).loaded.config.islands
     assert (policy.at, policy.index, policy.count) == (own, 0, 1)
 
 
@@ -82,3 +103,62 @@ def test_what_the_user_sets_stays() -> None:
         assert complete_lone_island(words, kept) == words
     words = ["islands.count=1", "islands.at=127.0.0.1:1"]
     assert complete_lone_island(words, kept) == [*words, "islands.index=0"]
+
+
+def leave_to_others(folder: Path, *, addresses: dict[int, str]) -> None:
+    """Write what island 0 has after its goodbye: island 1 and a witness decide the next round."""
+    turn = start_session(1, None, (Seat(1, 1), Seat(FIRST_WITNESS, 1)), 4)
+    (folder / TURN).write_text(json.dumps({"turn": encode_message(turn)}))
+    links: Any = SimpleNamespace(name=0, addresses={0: A, FIRST_WITNESS: A, **addresses})
+    run: Any = SimpleNamespace(recorder=SimpleNamespace(folder=folder))
+    ranks: Any = SimpleNamespace(is_first=True)
+    kept = MemberCheckpoints(run, SimpleNamespace(), ranks, 1.0)  # type: ignore[arg-type]
+    kept.links = links
+    kept.keep_addresses()
+
+
+def test_an_island_that_left_looks_for_those_that_joined_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run.toml has itself alone, as it was started before the others joined."""
+    words = ["islands.count=1", f"islands.at={A}", "islands.index=0"]
+    folder = prepare_first_start(tmp_path, words, monkeypatch)
+    resumed = start.prepare_run([], folder).loaded
+    assert resumed.config.islands.count == 1, "nobody had joined"
+    leave_to_others(folder, addresses={1: B})
+    resumed = start.prepare_run([], folder).loaded
+    assert (resumed.config.islands.count, resumed.config.islands.at) == (2, f"{A},{B}")
+    assert any("without them: the same command with islands.count=1" in x for x in resumed.notices)
+    alone = start.prepare_run(["islands.count=1"], folder).loaded.config.islands
+    assert (alone.count, alone.at) == (1, A)
+    (folder / ADDRESSES).unlink()  # as folders of earlier versions
+    near = f"--resume {folder} islands.count=2 islands.at={A},ADDRESS; .* islands.count=1"
+    with pytest.raises(ConfigError, match=near):
+        start.prepare_run([], folder)
+
+
+def test_addresses_of_the_command_line_stay_and_are_completed() -> None:
+    new, known = "127.0.0.1:2", {0: "127.0.0.1:3", 1: B}
+
+    def complete(*words: str, names: tuple[int, ...] = (0, 1)) -> list[str]:
+        return complete_known_islands(list(words), ALONE, names, known, "")
+
+    assert complete(f"islands.at={new}") == ["islands.count=2", f"islands.at={new},{B}"]
+    assert complete(f"islands.at={A},{new}") == ["islands.count=2", f"islands.at={A},{new}"]
+    for words, names in (
+        ((), (0,)),
+        ((), ()),
+        (("islands.least=0",), (0, 1)),
+        (("islands.count=1",), (1,)),
+        (("islands.count=3",), (1,)),
+    ):
+        assert complete(*words, names=names) == list(words)
+
+
+def test_who_waits_in_vain_for_the_others_names_both_ways_on() -> None:
+    driver, _ = make_driver(0, 2, QuietLinks())
+    member = driver.member.restarted(7, (1,))
+    line = str(ClusterError(describe_wait(member, (1,), 60.0, {0: A, 1: B})))
+    assert f"waited 60 s (islands.wait_s) for island 1 at {B}; try: start island 1" in line
+    assert f"--resume RUN islands.count=2 islands.at={A},{B} with the new one" in line
+    assert line.endswith("without island 1: shoal train --resume RUN islands.count=1")

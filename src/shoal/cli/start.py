@@ -15,7 +15,6 @@ import typer
 
 from shoal.base.errors import CheckpointError, ConfigError, PlanError, shorten
 from shoal.base.estimates.facts import read_machine_facts
-from shoal.base.layouts.changing_members import complete_lone_island
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.base.layouts.parameter_servers import expendable_ranks
 from shoal.base.layouts.schedule_names import check_stages
@@ -36,6 +35,7 @@ from shoal.cli.ending import (
 )
 from shoal.cli.islands import check_islands_resumable, island_folder, island_folders, launch_islands
 from shoal.cli.job_file import write_job_name
+from shoal.cli.member_resume import complete_islands, describe_completed
 from shoal.cli.words import split_arguments
 from shoal.cli.workers.worker import worker_environment, worker_imports
 from shoal.config.differences import (
@@ -114,13 +114,17 @@ def prepare_run(
         ConfigError, PlanError, CheckpointError: the request is wrong; one line each.
     """
     path, overrides = split_arguments(arguments)
+    lines: list[str] = []
     if resume is not None:
         if path:
             raise ConfigError(f"command line: {path}: --resume takes its own run.toml")
         _check_resumable(resume)
         path = resume / "run.toml"
-        overrides = complete_lone_island(overrides, load_config(path).config.islands)
+        typed = overrides
+        overrides = complete_islands(typed, load_config(path).config.islands, resume)
+        lines = describe_completed(typed, overrides)
     loaded = load_trusted(path, overrides, trust=trust)
+    loaded.notices.extend(lines)
     sized = chosen_micro_batch(loaded) > 0
     plan, chosen = settle_run(loaded, processes, resume)
     folder = resume or resolve_folder(loaded)

@@ -234,6 +234,7 @@ def test_many_come_and_go(coming: Coming, worlds) -> None:
     coming.start(1, known=3, rounds=30, step_s=0.1)
     coming.wait_for(0, lambda turn: turn["seats"] == [0, 1, 2, 3])
     coming.kill(0)
+    assert read_addresses(coming.folder / "island-0")[3] == coming.addresses[3], "for its resume"
     told = coming.collect(1, 2, 3)
     assert [one.get("finished") for one in told] == [True] * 3, told
     assert len({one["weights"] for one in told}) == 1

@@ -5,7 +5,7 @@ The table of docs/how-it-works/members.md; a test compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.base.errors import ConfigError
@@ -57,6 +57,52 @@ def complete_lone_island(overrides: list[str], kept: Any) -> list[str]:
         return overrides
     implied = {"islands.at": own, "islands.index": "0"}
     return overrides + [f"{key}={implied[key]}" for key in implied if key not in values]
+
+
+def complete_known_islands(
+    overrides: list[str],
+    kept: Any,
+    names: Sequence[int],
+    addresses: Mapping[int, str],
+    resume: str,
+) -> list[str]:
+    """Return the overrides of a resume, so that the island looks for all islands of its last turn.
+
+    Else it would train alone beside islands that joined it and train on. An `islands.count` of the
+    command line stays: with 1 the island goes on alone.
+
+    Args:
+        overrides: `section.key=value`, of the command line.
+        kept: `IslandsPolicy` of the run folder.
+        names: islands of the last turn in the folder; an island that said goodbye is none of them.
+        addresses: of other islands, as the folder knows them.
+        resume: the command, without overrides.
+
+    Raises:
+        ConfigError: the folder lacks an address.
+
+    >>> from types import SimpleNamespace
+    >>> kept = SimpleNamespace(least=1, index=0, count=1, at="10.0.0.1:29400")
+    >>> complete_known_islands([], kept, (1,), {1: "10.0.0.2:29400"}, "")
+    ['islands.count=2', 'islands.at=10.0.0.1:29400,10.0.0.2:29400']
+    """
+    values = dict(one.partition("=")[::2] for one in overrides)
+    listed = list_addresses(values.get("islands.at", kept.at))
+    count = max(1 + max(names, default=0), len(listed))
+    is_fixed = values.get("islands.least", str(kept.least)) == "0"
+    if "islands.count" in values or is_fixed or not listed or count <= kept.count:
+        return overrides
+    known = {**addresses, **listed}
+    found = [known.get(name, "ADDRESS") for name in range(count)]
+    completed = [f"islands.count={count}", f"islands.at={','.join(found)}"]
+    if "ADDRESS" in found:
+        whom = " and ".join(str(name) for name in names if name != kept.index)
+        raise ConfigError(
+            f"islands.count = {kept.count}: island {whom} had joined, and may train on; this "
+            f"folder lacks an address; try: {resume} {' '.join(completed)}; or, to go on alone: "
+            f"{resume} islands.count=1"
+        )
+    return [one for one in overrides if not one.startswith("islands.at=")] + completed
 
 
 def rank_address(address: str, rank: int) -> str:

@@ -99,19 +99,32 @@ def explain_shortage(member: IslandMember) -> str:
     return "no majority of the last round's islands, and so nobody may go on"
 
 
-def describe_wait(member: IslandMember, names: tuple[int, ...], wait_s: float) -> str:
+def describe_wait(
+    member: IslandMember, names: tuple[int, ...], wait_s: float, addresses: Mapping[int, str]
+) -> str:
     """Return the error of a member that has waited in vain, with the way on.
 
     Args:
         names: the members that it waits for; (-1,) if they are not known.
         wait_s: seconds that it waited.
+        addresses: where it looked for them.
     """
     missing = name_members(names) if names != (-1,) else "more islands"
     waited = f"waited {wait_s:g} s (islands.wait_s) for {missing}"
-    if member.fact is None or not member.seated:
-        return f"islands: {waited}; try: start {missing}, or fewer islands (islands.count)"
-    trainers = set(member.fact.trainers())
+    trainers = set() if member.fact is None else set(member.fact.trainers())
     left, third = max(1, len(trainers - set(names))), ""
+    if member.fact is None or not member.seated:
+        fewer = f"islands: {waited}; try: start {missing}, or fewer islands (islands.count)"
+        islands = [name for name in addresses if not is_witness(name)]
+        if member.fact is None or left > 1 or not islands:
+            return fewer
+        at = [addresses.get(name, "ADDRESS") for name in range(max(islands) + 1)]
+        asked = " and ".join(addresses.get(name, "an unknown address") for name in names)
+        return (
+            f"islands: {waited} at {asked}; try: start {missing}; if an address changed: "
+            f"shoal train --resume RUN islands.count={len(at)} islands.at={','.join(at)} with the "
+            f"new one; without {missing}: shoal train --resume RUN islands.count=1"
+        )
     if len(trainers) == 2:
         third = " (with a third voter, shoal islands witness, one of two goes on alone)"
     return (

@@ -374,7 +374,8 @@ class MemberDriver:
         now_s, member, fact = time.monotonic(), self.member, self.member.fact
         self._note_lost(list_unreachable(member, self.links), now_s)
         if self._awaits and now_s - self._waits_since_s > self.wait_s:
-            raise ClusterError(describe_wait(self.member, self._awaits, self.wait_s))
+            where = self.links.addresses
+            raise ClusterError(describe_wait(self.member, self._awaits, self.wait_s, where))
         if (self._awaits and needs_common_start(member, set(self._awaits), self.links)) or (
             fact is not None and self._is_superseded(fact)
         ):

@@ -190,6 +190,7 @@ class MemberRounds:
         stops = common.refusals.count(fact.committers + tuple(refused), refused)
         common.keep()
         self._emit(turn, known)
+        self.checkpoints.keep_addresses()
         if not turn.heal and changed and fact.round and not self.checkpoints.holds(fact):
             self.run.save(wait=False)
         else:

@@ -28,8 +28,9 @@ from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, ste
 from shoal.fabric import World
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.changing.change_merge import join_digests
+from shoal.islands.changing.island_addresses import ADDRESSES, TURN, read_later_turn
 from shoal.islands.changing.member_driver import STATE
-from shoal.islands.membership.committed_turn import CommittedTurn
+from shoal.islands.membership.committed_turn import CommittedTurn, is_witness
 from shoal.islands.membership.message_json import decode_message, encode_message
 from shoal.islands.sample_ranges import SampleStream
 from shoal.trainer.islands.checkpoint_copy import copy_checkpoint, read_ranges
@@ -39,9 +40,8 @@ from shoal.wire.phases import phase
 
 HEAL_TRY_S = 0.3
 
-STARTS, TURN = "starts.json", "turn.json"
-"""Files of the run folder: the number of the island's last start; the newest turn whose weights are
-those of the newest checkpoint, as the turns after it merged nothing."""
+STARTS = "starts.json"
+"""File of the run folder: the number of the island's last start."""
 
 
 def read_held_turn(record: dict[str, object]) -> CommittedTurn | None:
@@ -84,6 +84,7 @@ class MemberCheckpoints:
         self.links: MemberLinks | None = None
         self.held = ""
         self._renamed: dict[str, str] = {}
+        self._addresses: dict[int, str] = {}
         self.has_newer: Callable[[CommittedTurn], bool] = lambda fact: False
         self._lock = threading.Lock()
 
@@ -138,16 +139,29 @@ class MemberCheckpoints:
                     f"the others go on meanwhile"
                 ) from failure
 
+    def keep_addresses(self) -> None:
+        """Write down the addresses of the other islands: a resume looks for them there."""
+        links = self.links
+        if not self.ranks.is_first or links is None:
+            return
+        found = {
+            name: at
+            for name, at in sorted(links.addresses.copy().items())
+            if name != links.name and not is_witness(name)
+        }
+        if found != self._addresses:
+            with contextlib.suppress(OSError):  # without it, a resume asks the user for them
+                write_atomically(self.root.parent / ADDRESSES, json.dumps({"at": found}))
+                self._addresses = found
+
     def find_later(self, turn: CommittedTurn | None) -> CommittedTurn | None:
         """Return the turn of `keep_turn` if it is later, and has the weights of a checkpoint.
 
         Args:
             turn: of the newest checkpoint; None: there is none, and all have their first weights.
         """
-        found = None
-        with contextlib.suppress(ValueError, TypeError, LookupError):
-            found = decode_message(read_object(self.root.parent / TURN)["turn"])
-        if not isinstance(found, CommittedTurn):
+        found = read_later_turn(self.root.parent)
+        if found is None:
             return turn
         weights, number = ("", (-1, -1)) if turn is None else (turn.weights, turn[:2])
         return found if found.weights == weights and found[:2] > number else turn
