@@ -82,6 +82,14 @@ def test_no_way_is_worse_than_what_is_there() -> None:
     assert all(way.utilisation > now for way in propose_settings(DILOCO, fast, 0.99999))
 
 
+def test_islands_that_come_and_go_are_not_sent_to_a_fixed_list() -> None:
+    """streaming-diloco refuses `islands.least`."""
+    changing = IslandsPolicy("diloco", count=2, least=1, period=100)
+    ways = propose_settings(changing, FACTS)
+    assert ways
+    assert not any("streaming" in way.command_text for way in ways)
+
+
 def test_ways_say_what_typing_them_gives() -> None:
     for way in propose_settings(DILOCO, FACTS):
         typed = {key: int(value) if value.isdigit() else value for key, value in way.keys}

@@ -172,7 +172,8 @@ def _proposals(
         found += _list_longer_overlaps({}, policy)
     elif policy.codec in ("none", "bf16"):
         found.append(({"codec": "int8"}, replace(policy, codec="int8")))
-    whole = policy.regions > 1  # with two tiers islands merge the whole model at once
+    # Islands in two tiers, and islands that come and go, merge the whole model at once.
+    whole = policy.regions > 1 or policy.changes_members
     if policy.method == "diloco" and policy.period >= LEAST_STREAMED and not whole:
         streaming = replace(policy, method="streaming-diloco", codec="", fragments=0, overlap=-1)
         keys = {"method": "streaming-diloco"}
