@@ -16,6 +16,7 @@ from changing_islands import Coming, check_drawn_faults
 from shoal.base.plans.tensor_shards import Shard
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 from shoal.checkpoint.load.read import load
+from shoal.islands.changing.island_addresses import read_addresses
 from shoal.islands.outer_optimizer import hash_tensors
 
 
