@@ -166,6 +166,42 @@ def test_restore_without_a_checkpoint_is_false(tmp_path: Path) -> None:
     assert run_of(linear(), folder=tmp_path).restore() is False
 
 
+def test_a_tag_or_a_step_without_a_checkpoint_is_one_line(tmp_path: Path) -> None:
+    """A loop that ignores False would go on with other weights than it asked for."""
+    run = run_of(linear(), folder=tmp_path)
+    where = f"folder = {tmp_path}: no checkpoint with "
+    for keys, line in (
+        ({"tag": "best"}, "tag='best'; it holds no checkpoint at all"),
+        ({"step": 4}, "step=4; it holds no checkpoint at all"),
+    ):
+        with pytest.raises(CheckpointError) as failure:
+            run.restore(**keys)
+        assert str(failure.value) == where + line
+    for _ in range(3):
+        run.step(pair())
+        run.save()
+    with pytest.raises(CheckpointError, match="no checkpoint has a tag; steps: 2, 3; try: step=3"):
+        run.restore(tag="best")
+    run.save(tag="best")
+    for keys, line in (
+        ({"tag": "bset"}, "tag='bset'; tags: best; steps: 2, 3; try: tag='best'"),
+        ({"step": 999}, "step=999; steps: 2, 3; try: step=3"),
+        ({"step": 0}, "step=0; steps: 2, 3; try: step=2"),
+        ({"tag": "best", "step": 2}, "tag='best', step=2; steps: 3; try: tag='best', step=3"),
+    ):
+        with pytest.raises(CheckpointError) as failure:
+            run.restore(**keys)
+        assert str(failure.value) == where + line
+    run.close()
+    again = run_of(linear(), folder=tmp_path)
+    with pytest.raises(CheckpointError):
+        again.restore(step=999)
+    with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
+        again.step(pair())  # a loop that passes over the refusal does not begin anew
+    assert again.restore(tag="best")
+    again.close()
+
+
 def test_save_without_a_folder_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^no run folder; try: shoal.parallelize"):
         run_of(linear()).save()

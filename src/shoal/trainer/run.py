@@ -528,10 +528,11 @@ class Run(StepRunner):
             tag: the tag of the checkpoint, as in `save`.
 
         Returns:
-            False if there is no checkpoint.
+            False if there is no checkpoint, and neither `step` nor `tag` is given.
 
         Raises:
-            CheckpointError: its tensors do not fit this model or optimizer.
+            CheckpointError: no checkpoint has this step or tag, or its tensors do not fit this
+                model or optimizer.
         """
         from shoal.trainer.state.run_state import resolve_tag_folder, restore_run
 
@@ -541,6 +542,10 @@ class Run(StepRunner):
         if self._saving is not None:
             self._saving.wait_pending()  # a save in flight must not look like an incomplete one
         found = restore_run(self, resolve_tag_folder(chosen, tag), step)
+        if not found and (tag or step is not None):
+            from shoal.trainer.run_folder.missing_checkpoint import refuse_missing_checkpoint
+
+            refuse_missing_checkpoint(chosen, tag, step, self.world)
         self._restored.add(chosen)
         self.rate.reset()
         self.guards.writes.updated(self.step_count)
