@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,30 @@ def test_a_bare_mean_is_one_line_and_moves_nothing() -> None:
     assert_same_bits(bits(model), before)
     assert run.step_count == 0
     assert not run.optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("loss", "line"),
+    [
+        (
+            nn.MSELoss(reduction="sum"),
+            "loss returned a sum without its count. Return (sum, count), say (loss, "
+            'len(targets)), or unreduced values: reduction="none"',
+        ),
+        (nn.MSELoss(), "loss returned a mean: "),
+        (
+            lambda o, t: squares(o, t).sum() / 8,  # no operation tells a mean from a sum
+            "loss returned one number without a count: ranks with unequal token counts would weigh "
+            "a mean wrongly. Return (sum, count), say (loss, len(targets)) of a sum; wrap a mean: "
+            "shoal.mean_of_samples(loss)",
+        ),
+    ],
+    ids=["sum", "mean", "either"],
+)
+def test_a_sum_is_not_called_a_mean(loss: Any, line: str) -> None:
+    with pytest.raises(ConfigError) as failure:
+        run_of(linear(), loss=loss).step(pair())
+    assert told(failure).startswith(line)
 
 
 @pytest.mark.parametrize(

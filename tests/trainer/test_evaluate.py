@@ -70,7 +70,7 @@ def test_metrics_keep_the_contract_and_are_named() -> None:
     run = run_of(linear())
     with pytest.raises(ConfigError) as failure:
         run.evaluate([pair()], {"accuracy": lambda o, t: (o - t).mean()})
-    assert str(failure.value).startswith("accuracy returned a mean: ")
+    assert str(failure.value).startswith("accuracy returned one number without a count: ")
     with pytest.raises(ConfigError, match="metrics hold the name loss, which the result has"):
         run.evaluate([pair()], {"loss": squares})
 

@@ -924,7 +924,7 @@ def unknown_argument(world: World, layout: str) -> None:
     begin(world, layout, batch_size=8)
 
 
-@mistake("loss returned a mean")
+@mistake("loss returned one number without a count")
 def metric_that_is_a_mean(world: World, layout: str) -> None:
     begin(world, layout, loss=F.mse_loss).evaluate([share(world)])
 

@@ -201,14 +201,35 @@ def reduce_result(result: Any, targets: Any, where: str = "loss") -> tuple[torch
             f"{where}: (sum, count) or unreduced values are wanted, got {_describe_type(result)}"
         )
     if result.ndim == 0:
-        raise ConfigError(
-            f"{where} returned a mean: ranks with unequal token counts would weigh wrongly. "
-            f"Return (sum, count), or wrap it: shoal.mean_of_samples({where})"
-        )
+        raise ConfigError(f"{where} returned {_describe_scalar(result, where)}")
     if _has_ignored_targets(result, targets):
         valid = targets.long() != IGNORED_TARGET  # long: −100 wraps around to 156 in uint8
         return result.masked_fill(~valid, 0).sum(), valid.sum()
     return result.sum(), result.numel()
+
+
+def _describe_scalar(value: torch.Tensor, where: str) -> str:
+    """Return why a tensor without dims is refused, and the cure: for a mean, a sum, or either.
+
+    Its last operation tells the two apart, for the losses and the `mean()` of torch.
+    """
+    last: Any = value.grad_fn
+    known = {1: "mean", 2: "sum"}.get(getattr(last, "_saved_reduction", 0))
+    wrapped = f"shoal.mean_of_samples({where})"
+    if known == "mean" or type(last).__name__.startswith("MeanBackward"):
+        return (
+            "a mean: ranks with unequal token counts would weigh wrongly. "
+            f"Return (sum, count), or wrap it: {wrapped}"
+        )
+    if known == "sum":
+        return (
+            "a sum without its count. Return (sum, count), say (loss, len(targets)), or unreduced "
+            'values: reduction="none"'
+        )
+    return (
+        "one number without a count: ranks with unequal token counts would weigh a mean wrongly. "
+        f"Return (sum, count), say (loss, len(targets)) of a sum; wrap a mean: {wrapped}"
+    )
 
 
 def _describe_type(value: Any) -> str:
