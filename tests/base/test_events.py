@@ -27,3 +27,18 @@ def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "first",
         "last",
     ]
+
+
+def test_every_line_is_json_for_a_strict_reader(tmp_path: Path) -> None:
+    """A metric whose count is 0 is a NaN inside of `metrics`, and JSON has none."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    values = {"p": float("nan"), "by_source": [{"loss": float("-inf")}]}
+    append_line(tmp_path / "metrics.jsonl", {"step": 1, "loss": float("inf"), "metrics": values})
+    EventLog(tmp_path / "events.jsonl", 0).emit("validated", loss=float("nan"), metrics=values)
+    null = {"p": None, "by_source": [{"loss": None}]}
+    for name in ("metrics.jsonl", "events.jsonl"):
+        row = json.loads((tmp_path / name).read_text(), parse_constant=refuse)
+        assert (row["loss"], row["metrics"]) == (None, null)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.base.runlog.damaged_lines import replace_non_finite
+
 if TYPE_CHECKING:
     from shoal.base.runlog.folder_owner import FolderOwner
 
@@ -63,19 +65,31 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     append_lines(path, [record])
 
 
-_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
+_encode = json.JSONEncoder(separators=(",", ":"), default=str, allow_nan=False).encode
+
+
+def _encode_line(record: dict[str, Any]) -> str:
+    r"""Return a record as a line of JSON, which has no NaN.
+
+    >>> _encode_line({"loss": 1.5, "metrics": {"precision": float("nan")}})
+    '{"loss":1.5,"metrics":{"precision":null}}\n'
+    """
+    try:
+        return _encode(record) + "\n"
+    except ValueError:  # few records hold such a number
+        return _encode(replace_non_finite(record)) + "\n"
 
 
 def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Append objects as lines of JSON, by a single `write` with O_APPEND.
 
     So lines of several processes do not mix. The file is created if missing; a value that is not
-    JSON is written as its `str`.
+    JSON is written as its `str`, and a number that is not finite, at any depth, as null.
 
     Raises:
         OSError: the write failed; what was written of it is removed.
     """
-    lines = [_encode(one) + "\n" for one in records]
+    lines = [_encode_line(one) for one in records]
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         data = "".join(lines).encode()

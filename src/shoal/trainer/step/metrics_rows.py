@@ -9,7 +9,6 @@ A run without a folder, callbacks and a trace has no rows, and does not load thi
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +89,7 @@ def write_row(recorder: MetricsRecorder, row: dict[str, Any], samples: int) -> d
         "gpu_utilisation": device_utilisation(world.device),
     }
     if recorder.folder is not None and world.writes_files:
-        recorder.rows.append(_replace_non_finite(row))
+        recorder.rows.append(row)
         if recorder.rows_due_s <= now_s:
             flush_rows(recorder)
     phases.record_step_part(phases.HOOKS)
@@ -146,10 +145,3 @@ def _compute_mfu(recorder: MetricsRecorder, samples: int, step_s: float) -> floa
     if recorder.world.is_first:
         recorder.notice(recorder.passed())
     return None
-
-
-def _replace_non_finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with null for NaN and infinite numbers, which JSON lacks."""
-    if all([math.isfinite(v) for v in row.values() if isinstance(v, float)]):
-        return row
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
