@@ -265,4 +265,15 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def _refuse(name: str, value: Any, wanted: str, usual: object) -> None:
-    raise ConfigError(f"{name} = {shorten(str(value))}: {wanted} is wanted; try: {name}={usual}")
+    """Raise ConfigError with the value as code writes it, and its type if it is no number.
+
+    >>> _refuse("clip", "1.0", "a number of at least 0", 1.0)
+    Traceback (most recent call last):
+    shoal.base.errors.ConfigError: clip = '1.0': a number of at least 0 is wanted, got str; \
+try: clip=1.0
+    """
+    plain = value is None or isinstance(value, bool | int | float)
+    got = "" if plain else f", got {type(value).__name__}"
+    raise ConfigError(
+        f"{name} = {shorten(repr(value))}: {wanted} is wanted{got}; try: {name}={usual}"
+    )
