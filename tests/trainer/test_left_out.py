@@ -191,3 +191,18 @@ def test_a_rank_that_has_nothing_to_join_with_says_so() -> None:
     with pytest.raises(ClusterError, match="sample 7 .* gone; rank 1 has no other sample yet"):
         choose_spare_micro_batch(program, batch, None, None, rounds, fewest)
     assert choose_spare_micro_batch(program, batch, None, "kept", rounds, fewest) == "kept"
+
+
+def test_the_first_loss_and_their_number_are_on_the_terminal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    order = next_ids(16, 16, 3)
+    settings: dict[str, Any] = {"batch": 4, "micro_batch": 2, "seed": 3, "unreadable": 2}
+    run = run_of(linear(), **settings)
+    for batch in run.loader(Torn((order[1], order[9]))):
+        run.step(batch)
+    run.close()
+    first, last = [m for m in (r.getMessage() for r in caplog.records) if "could not be read" in m]
+    assert first.startswith(f"shoal: step 1: sample {order[1]} (epoch 0, position ")
+    assert first.endswith("; later ones are counted at the end")
+    assert last == "shoal: 2 samples that could not be read were left out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 from pathlib import Path
 
@@ -203,3 +204,46 @@ def test_a_failed_step_leaves_no_trace(tmp_path: Path) -> None:
     run.step(pair())
     other.step(pair())
     assert_same_bits(bits(model), bits(twin))
+
+
+def shown(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    """The lines of the terminal with a word."""
+    return [one for one in map(logging.LogRecord.getMessage, caplog.records) if word in one]
+
+
+def test_the_first_skip_and_their_number_are_on_the_terminal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A loop of one's own displays no events: a run of NaN looked like a good one."""
+    run = run_of(linear())
+    for batch in (pair(), poisoned(), pair(), poisoned(), pair()):
+        run.step(batch)
+    run.close()
+    assert shown(caplog, "skipped") == [
+        "shoal: step 2 skipped, the weights did not move: non-finite loss or gradient on rank 0; "
+        "later ones are counted at the end",
+        "shoal: 2 of 5 steps skipped",
+    ]
+
+
+def test_a_run_that_moved_nothing_ends_with_that_line(caplog: pytest.LogCaptureFixture) -> None:
+    run = run_of(linear())
+    run.step(poisoned())
+    run.close()
+    assert shown(caplog, "skipped")[1:] == ["shoal: 1 of 1 steps skipped: no weight moved"]
+
+
+def test_samples_of_a_skip_are_one_list_and_a_good_run_says_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = run_of(linear(), batch=8, micro_batch=4, loss=lambda o, t: (o - t) ** 2 * math.nan)
+    (batch,) = run.loader([tuple(one) for one in zip(*pair(), strict=True)])
+    run.step(batch)
+    (line,) = shown(caplog, "skipped")
+    assert "on rank 0, micro-batches 0–1, samples " in line
+    assert "[" not in line
+    caplog.clear()
+    run = run_of(linear())
+    run.step(pair())
+    run.close()
+    assert shown(caplog, "step") == []

@@ -271,3 +271,21 @@ def test_the_final_loss_is_a_clean_runs(
             assert loss > 1.1 * clean, "they do harm"
         else:
             assert loss == pytest.approx(clean, rel=0.01), mode
+
+
+def test_the_first_spike_and_their_number_are_on_the_terminal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A loop of one's own displays no events."""
+    run = run_of(linear())
+    for factor in (1, 1, 1e4, 1e4, 1):
+        inputs, targets = pair()
+        run.step((inputs, targets * factor))
+    run.close()
+    lines = [one.getMessage() for one in caplog.records if "update" in one.getMessage()]
+    assert len(lines) == 2
+    assert lines[0].startswith("shoal: step 3: loss ")
+    assert lines[0].endswith(
+        '; the update was made; try: spikes="skip"; later ones are counted at the end'
+    )
+    assert lines[1].endswith("of 5 steps were spikes, with their update made")

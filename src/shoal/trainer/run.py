@@ -649,6 +649,7 @@ class Run(StepRunner):
         stays sharded. The optimizer keeps the tensors that this rank stepped.
         """
         self._closed = True
+        self.skips.print_totals(self.recorder.warn)
         self.recorder.log_memory_peaks()
         if self._saving is not None:
             self._saving.close()

@@ -152,7 +152,8 @@ def is_outlier(event: Record) -> bool:
     return bool(re.search(r"deviations above|, the usual one", str(event.get("reason"))))
 
 
-def _skipped(event: Record) -> str:
+def skipped_text(event: Record) -> str:
+    """Return one line on a step that moved no weight, the reason, and the ranks with samples."""
     culprits = [_blamed_rank_text(culprit) for culprit in event.get("culprits") or [event]]
     where = "; ".join(culprit for culprit in culprits if culprit)
     reason = event.get("reason", "non-finite numbers")
@@ -187,8 +188,19 @@ def _blamed_rank_text(event: Record) -> str:
     words = [f"rank {event['rank']}"] if event.get("rank") is not None else []
     for key in ("micro_batches", "samples"):
         if event.get(key):
-            words.append(f"{key.replace('_b', '-b')} {numbers_text(event[key])}")
+            words.append(f"{key.replace('_b', '-b')} {numbers_text(_flatten(event[key]))}")
     return ", ".join(words)
+
+
+def _flatten(values: Any) -> Any:
+    """Return the samples of all micro-batches as one list.
+
+    >>> _flatten([[3, 1], [2]]), _flatten([0, 1]), _flatten(7)
+    ([3, 1, 2], [0, 1], 7)
+    """
+    if not isinstance(values, list):
+        return values
+    return [one for part in values for one in (part if isinstance(part, list) else [part])]
 
 
 def numbers_text(values: Any) -> str:
@@ -335,7 +347,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "checkpoint_damaged": _damaged,
     "resumed": _resumed,
     "drift": lambda event: str(event.get("text", "")),
-    "step_skipped": _skipped,
+    "step_skipped": skipped_text,
     "sample_left_out": left_out_text,
     "spike": _spike,
     "rewound": _rewound,

@@ -80,12 +80,12 @@ def format_missing_checkpoint(
     lists += [f"steps: {_list_some(sorted(found['']))}"] if "" in found else []
     close = nearest_word(tag, tags) or (tags[0] if len(tags) == 1 else None)
     if tag and close:
-        near = f"tag={close!r}"
+        hint = f"tag={close!r}"
     elif "" in found:
-        near = f"step={max(found[''])}"
+        hint = f"step={max(found[''])}"
     else:
-        near = f"tag={tags[0]!r}"
-    return f"{line}; {'; '.join(lists)}; try: {near}"
+        hint = f"tag={tags[0]!r}"
+    return f"{line}; {'; '.join(lists)}; try: {hint}"
 
 
 def _list_some(values: Sequence[object]) -> str:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -46,11 +46,14 @@ FLOORS = {"loss": 0.02, "gradient norm": 0.25}
 
 
 class SkipCounter:
-    """Counts of skipped steps in a row (`limit` of which end the run) and of `lost` samples."""
+    """Counts of skipped steps in a row (`limit` of which end the run) and of `lost` samples.
+
+    `steps`, `skipped` and `spiked` count what this process made since its start.
+    """
 
     def __init__(self, limit: int, unreadable: int = 0) -> None:
         self.limit, self.unreadable, self.lost = limit, unreadable, 0
-        self.in_a_row = 0
+        self.in_a_row = self.steps = self.skipped = self.spiked = 0
         self.any_moved = False
         self.last_reason = "fp16 overflowed at every loss scale"
 
@@ -69,11 +72,12 @@ class SkipCounter:
             ClusterError: as in `report_unreadable`.
             TrainingError: as in `skip`.
         """
-        world, emit = recorder.world, recorder.events.emit
+        world, emit, tell = recorder.world, recorder.events.emit, recorder.warn
+        self.steps += 1
         if count := int(sum(tally.numbers.sums("unreadable"))):
             from shoal.trainer.step.unreadable_samples import report_unreadable
 
-            report_unreadable(self, step, count, batch, world, emit)
+            report_unreadable(self, step, count, batch, world, emit, tell)
         ranks = tally.broken_ranks() if tally.broken else []
         if scale is not None and scale.update(done, tally):
             if world.writes_files:
@@ -82,18 +86,26 @@ class SkipCounter:
             ranks = list(range(world.size)) if done.spike else ranks
             from shoal.trainer.step.unreadable_samples import report_skip
 
-            report_skip(self, step, done.reason, ranks, batch, world, emit, spike=bool(done.spike))
+            is_spike = bool(done.spike)
+            report_skip(self, step, done.reason, ranks, batch, world, emit, tell, spike=is_spike)
         else:
             self.moved()
             if done.spike:
                 from shoal.trainer.step.unreadable_samples import report_spike
 
-                report_spike(step, done.spike, batch, world, emit)
+                report_spike(self, step, done.spike, batch, world, emit, tell)
         if done.spike and recorder.folder is not None and world.writes_files:
             from shoal.checkpoint.format.folders import keep_step_before
 
             with suppress(OSError):  # a full disk must not stop the run
                 keep_step_before(recorder.folder / "checkpoints", step)
+
+    def print_totals(self, tell: Callable[[str], None]) -> None:
+        """Print the counts of skipped steps, spikes and samples left out, if there are any."""
+        if self.skipped or self.spiked or self.lost:
+            from shoal.trainer.step.unreadable_samples import format_totals
+
+            tell(format_totals(self))
 
     def moved(self) -> None:
         """Note that a step moved the weights."""

@@ -1,18 +1,24 @@
 """Report, on all ranks, a step's skipped update or the samples that no retry could read.
 
 Imported when there is something to report, and when a run reaches a limit (`skipped_steps.py`).
+Every case is an event. A loop of the user's own displays no events: it prints the first case of
+each kind, and the totals at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shoal.base.errors import ClusterError, TrainingError
 from shoal.base.runlog.events import Emit
+from shoal.base.text.event_sentences import left_out_text, skipped_text
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
 from shoal.trainer.step.optimizer_step import NO_TARGET
+
+OTHERS = "; later ones are counted at the end"
+"""End of a line for the first case of its kind."""
 
 NAMED = 8
 """Largest number of ranks that a line names."""
@@ -26,19 +32,31 @@ class SkipCounts(Protocol):
     in_a_row: int
     lost: int
     last_reason: str
+    skipped: int
+    steps: int
+    spiked: int
+    any_moved: bool
 
 
 def report_unreadable(
-    skips: SkipCounts, step: int, count: int, batch: object, world: World, emit: Emit
+    skips: SkipCounts,
+    step: int,
+    count: int,
+    batch: object,
+    world: World,
+    emit: Emit,
+    tell: Callable[[str], None],
 ) -> None:
     """Report `count` samples of a step that some ranks could not read; every rank calls it.
+
+    The first loss of a run is also a line for the terminal, by `tell`.
 
     Raises:
         ClusterError: on all ranks, once more are lost than the run may leave out.
     """
     mine = batch.left_out if isinstance(batch, StepBatch) else ()
     told = world.gather_json([[one.sample, one.epoch, one.position, one.error] for one in mine])
-    skips.lost += count
+    is_first, skips.lost = skips.lost == 0, skips.lost + count
     losses = [(rank, *one) for rank, own in enumerate(told) for one in own]
     if world.writes_files:
         for rank, sample, epoch, position, error in losses:
@@ -51,6 +69,10 @@ def report_unreadable(
             f"{error}; {skips.lost} samples of this run could not be read, data.unreadable = "
             f"{skips.unreadable} may be left out"
         )
+    if is_first:
+        rank, sample, epoch, position, error = losses[0]
+        found = {"sample": sample, "epoch": epoch, "position": position, "error": error}
+        tell(f"{left_out_text({'step': step, 'rank': rank, **found})}{OTHERS}")
 
 
 def report_skip(
@@ -61,12 +83,14 @@ def report_skip(
     batch: Any,
     world: World,
     emit: Emit,
+    tell: Callable[[str], None],
     *,
     spike: bool = False,
 ) -> None:
     """Report a step that moved no weight; every rank calls it with its own `batch`.
 
-    The other arguments are the same on all ranks.
+    The other arguments are the same on all ranks. The first skip of a run is also a line for the
+    terminal.
 
     Args:
         skips: the run's counters.
@@ -76,6 +100,7 @@ def report_skip(
         batch: this rank's batch.
         world: all ranks.
         emit: writes an event.
+        tell: prints a line.
         spike: loss and norm are finite, and a spike.
 
     Raises:
@@ -83,15 +108,10 @@ def report_skip(
     """
     skips.in_a_row, skips.last_reason = skips.in_a_row + 1, reason
     culprits = [m for m in world.gather_json(_describe_share(batch, world)) if m["rank"] in broken]
+    skips.skipped += 1
+    fields = {"reason": reason, "ranks": broken, "culprits": culprits, "in_a_row": skips.in_a_row}
     if world.writes_files:
-        emit(
-            "step_skipped",
-            step=step,
-            reason=reason,
-            ranks=broken,
-            culprits=culprits,
-            in_a_row=skips.in_a_row,
-        )
+        emit("step_skipped", step=step, **fields)
     if skips.in_a_row >= skips.limit:
         where = "all ranks"
         if culprits and not spike:
@@ -101,6 +121,8 @@ def report_skip(
             f"(train.skip_limit); the weights are those of step {step - skips.in_a_row}; "
             f"{suggest_remedy(reason)}"
         )
+    if skips.skipped == 1:
+        tell(f"{skipped_text({'step': step, **fields})}{OTHERS}")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -118,11 +140,35 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
-def report_spike(step: int, spike: str, batch: Any, world: World, emit: Emit) -> None:
-    """Report a spike whose update was made; every rank calls it."""
+def report_spike(
+    skips: SkipCounts,
+    step: int,
+    spike: str,
+    batch: Any,
+    world: World,
+    emit: Emit,
+    tell: Callable[[str], None],
+) -> None:
+    """Report a spike whose update was made; every rank calls it. The first is also a line."""
     told = world.gather_json(_describe_share(batch, world))
     if world.writes_files:
         emit("spike", step=step, reason=spike, culprits=told)
+    skips.spiked += 1
+    if skips.spiked == 1:
+        tell(f'step {step}: {spike}; the update was made; try: spikes="skip"{OTHERS}')
+
+
+def format_totals(skips: SkipCounts) -> str:
+    """Return the line that ends a run: skipped steps, spikes, unread samples; "" for none."""
+    parts = []
+    if skips.skipped:
+        still = "" if skips.any_moved else ": no weight moved"
+        parts.append(f"{skips.skipped} of {skips.steps} steps skipped{still}")
+    if skips.spiked:
+        parts.append(f"{skips.spiked} of {skips.steps} steps were spikes, with their update made")
+    if skips.lost:
+        parts.append(f"{skips.lost} samples that could not be read were left out")
+    return "; ".join(parts)
 
 
 def _describe_share(batch: Any, world: World) -> dict[str, Any]:
