@@ -220,8 +220,9 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
     # trial refused collectives of the model; 8_130 before batches held lists and objects.
     # 8_260 before new shapes of a batch were in the name of its call; 8_280 before backward hooks,
     # buffers that a loop writes and weights in one memory were named; 8_350 before a heap that
-    # grows was trimmed; 8_365 before transfers of zero1 and zero2 had memory that stays.
-    assert sum(map(lines_of_code, files)) <= 8_400
+    # grows was trimmed; 8_365 before transfers of zero1 and zero2 had memory that stays; 8_400
+    # before a sum was told from a mean, and skipped steps were counted for the terminal.
+    assert sum(map(lines_of_code, files)) <= 8_425
 
 
 FOUR_RANKS = """
@@ -328,8 +329,9 @@ def test_what_a_rank_of_a_divided_model_loads(
     # 15_000 before batches held lists and objects, and wholes under tp × fsdp and ep × fsdp;
     # 15_190 before ranks compared the findings of their first steps; 15_210 before new shapes
     # of a batch were in the name of its call; 15_260 before bent gradients, written buffers and
-    # shared rows of a sample were found; 15_375 before transfers had memory that stays.
-    assert sum(map(lines_of_code, files)) <= 15_460
+    # shared rows of a sample were found; 15_375 before transfers had memory that stays; 15_460
+    # before a sum was told from a mean, and skipped steps were counted for the terminal.
+    assert sum(map(lines_of_code, files)) <= 15_485
 
 
 def test_the_simulated_device_is_small() -> None:

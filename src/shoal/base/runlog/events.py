@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.base.runlog.damaged_lines import replace_non_finite
-
 if TYPE_CHECKING:
     from shoal.base.runlog.folder_owner import FolderOwner
 
@@ -77,6 +75,8 @@ def _encode_line(record: dict[str, Any]) -> str:
     try:
         return _encode(record) + "\n"
     except ValueError:  # few records hold such a number
+        from shoal.base.runlog.damaged_lines import replace_non_finite
+
         return _encode(replace_non_finite(record)) + "\n"
 
 
