@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watched_runs import make_run, rank_row, step_row, write_event, write_ranks, write_steps
+from watched_runs import (
+    BEGAN_S,
+    make_run,
+    rank_row,
+    step_row,
+    write_event,
+    write_ranks,
+    write_steps,
+)
 
 from shoal.base.runlog.rank_records import FOLDER, RankStep, encode_header
 from shoal.view.watch import loss_history, rank_tail
@@ -282,3 +290,24 @@ def test_files_that_cannot_be_read_are_missing(tmp_path: Path) -> None:
     assert (len(run.points), len(run.ranks)) == (0, 4)
     os.rmdir(folder / "metrics.jsonl")
     assert is_clean(RunWatcher(folder).read())
+
+
+def test_a_loop_of_ones_own_is_shown_before_its_first_event(tmp_path: Path) -> None:
+    """It writes its first event at a save or a validation, an epoch after its first step."""
+    began = {"time_s": BEGAN_S - 30, "ranks": [{"rank": 0, "host": "a", "pid": 1}]}
+    (tmp_path / "ranks.json").write_text(json.dumps(began))
+    watcher = RunWatcher(tmp_path)
+    assert watcher.read().row is not None
+    write_steps(tmp_path, range(1, 8))
+    state = RunWatcher(tmp_path).read()
+    assert state.progress.last is not None
+    assert state.progress.last["step"] == 7
+    assert state.row is not None
+    assert (state.row.step, state.row.started_s) == (7, BEGAN_S - 30)
+    write_event(tmp_path, "validated", step=7, loss=2.0)
+    state = watcher.read()
+    assert state.progress.last is not None
+    assert state.progress.last["step"] == 7
+    row = RunWatcher(tmp_path).read().row
+    assert row is not None
+    assert row.started_s == BEGAN_S - 30, "not when its first event was"

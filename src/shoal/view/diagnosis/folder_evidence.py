@@ -16,6 +16,7 @@ from shoal.base.runlog.damaged_lines import (
     is_number,
     iter_lines_backward,
     parse_event,
+    parse_object,
     parse_step,
     read_object,
 )
@@ -37,7 +38,8 @@ MOST_HISTORY = 5_000
 ROWS_BYTES, SESSION_BYTES, HISTORY_BYTES = 1 << 20, 4 << 20, 16 << 20
 """Bytes at the end of metrics.jsonl and events.jsonl that are read."""
 FIRST_BYTES = 1 << 16
-"""Bytes at the beginning of events.jsonl that are read."""
+"""Bytes at the beginning of a log that are read."""
+PROCESSES = "processes.jsonl"
 LAST_S = 32_503_680_000.0
 """Seconds from 1970 to the year 3000; a later time is damage."""
 NEWEST_STEPS = 20
@@ -215,8 +217,18 @@ def read_step_rows(folder: Path, most: int) -> list[Record]:
 
 
 def read_first_start_s(folder: Path) -> float:
-    """Return when the first session of a run began, seconds since 1970; 0.0: unknown."""
-    path = folder / "events.jsonl"
+    """Return when the first session of a run began, seconds since 1970; 0.0: unknown.
+
+    A loop of the user's own writes no event of its start: its first event may be a save, and the
+    records of its ranks and processes are older.
+    """
+    ranks_s = _time_of(_read_object(folder / "ranks.json"))
+    found = [ranks_s, *(_read_first_time(folder / name) for name in ("events.jsonl", PROCESSES))]
+    return min((at_s for at_s in found if at_s), default=0.0)
+
+
+def _read_first_time(path: Path) -> float:
+    """Return the time of the first readable line of a log; 0.0 without one."""
     try:
         if not _is_file(path):
             return 0.0
@@ -224,8 +236,8 @@ def read_first_start_s(folder: Path) -> float:
             lines = file.read(FIRST_BYTES).splitlines(keepends=True)
     except OSError:
         return 0.0
-    events = (parse_event(line) for line in lines if line.endswith(b"\n"))
-    return next((at_s for event in events if event and (at_s := _time_of(event))), 0.0)
+    records = (parse_object(line) for line in lines if line.endswith(b"\n"))
+    return next((at_s for one in records if one and (at_s := _time_of(one))), 0.0)
 
 
 def read_last_validation(folder: Path) -> float | None:

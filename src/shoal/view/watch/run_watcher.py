@@ -71,7 +71,7 @@ class RunWatcher:
     def read(self) -> WatchedRun:
         """Read what is new, and return the state of the run."""
         identity = folder_inode(self.path)
-        if not any(identity) or not (self.path / "events.jsonl").exists():
+        if not any(identity) or not _has_begun(self.path):
             if self._seen:
                 return replace(self._compose(), message=f"{self.path} was deleted; its last state:")
             there = "no run in it yet" if any(identity) else "no such folder yet"
@@ -197,6 +197,13 @@ class RunWatcher:
         return float(last["loss"]), step_amount(last, count_unit(self.progress.plan))
 
 
+def _has_begun(folder: Path) -> bool:
+    """Return whether a run has written; a loop of the user's own may have steps and no event."""
+    return any((folder / name).exists() for name in BEGINNINGS)
+
+
+BEGINNINGS = ("events.jsonl", "metrics.jsonl", "ranks.json")
+"""Files of which a run that has begun has one."""
 ENDS = ("run_started", "run_finished", "worker_died", "hang", "restarting")
 """Events after which the state of a run may be another."""
 
@@ -212,7 +219,7 @@ class IslandsWatcher:
         """Read what is new, and return the state of the run with its islands."""
         state = self.whole.read()
         for folder in sorted(self.path.glob("island-*/"), key=_island_number):
-            if (folder / "events.jsonl").exists() and folder.name not in self.members:
+            if _has_begun(folder) and folder.name not in self.members:
                 self.members[folder.name] = RunWatcher(folder)
         if not self.members:
             return state
