@@ -118,6 +118,19 @@ def test_skipped_steps_are_not_committed(tmp_path: Path) -> None:
     assert (parts["committed"], parts["skipped"], parts["lost"]) == (56.0, 4.0, 0.0)
 
 
+def test_a_skipped_first_step_is_counted_once(tmp_path: Path) -> None:
+    """Its wait is of the start; it was taken from the committed steps for the skip once more."""
+    skip = event(121.0, "step_skipped", 1)
+    write(tmp_path, [*KILLED[:2], skip, event(175.0, "run_finished", 30)])
+    whole = compute_goodput(tmp_path).parts()
+    assert (whole["committed"], whole["skipped"]) == (58.0, 2.0)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 1,', '"step": 1, "data_wait_s": 1.5,', 1))
+    parts = compute_goodput(tmp_path).parts()
+    assert (parts["committed"], parts["skipped"]) == (58.0, 0.5)
+    assert parts["start"] == pytest.approx(whole["start"] + 1.5)
+
+
 def test_parts_add_up_for_damaged_and_hostile_folders(tmp_path: Path) -> None:
     assert compute_goodput(tmp_path).wall_s == 0.0
     drawn = random.Random(3)

@@ -189,8 +189,9 @@ def compute_goodput(folder: Path, metrics: StepMetrics | None = None) -> Goodput
                 took_s - before_s,
                 replace(attempt, train_s=attempt.train_s + before_s),
             )
-            of_skips = [_seconds_of(steps, sums, step, first, last) for step in skipped]
-            spent = max(0.0, took_s - sum(of_skips)), sum(of_skips)
+            skipped_s = sum(_seconds_of(steps, sums, step, first, last) for step in skipped)
+            skipped_s -= before_s if steps[first] in skipped else 0.0  # counted as the start
+            spent = max(0.0, took_s - skipped_s), skipped_s
         else:
             spent = 0.0, 0.0
         total = _add(total, between_s=max(0.0, attempt.begin_s - previous_s))
