@@ -295,6 +295,20 @@ def test_made_folders_beside_runs_are_listed_as_unstarted(tmp_path: Path) -> Non
     assert (told.exit_code, "no run ever started there" in told.output) == (1, True)
 
 
+def test_what_a_crash_in_parallelize_leaves_is_diagnosed_as_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`shoal runs` names it as the next one to diagnose, and diagnose said that it is no run."""
+    (tmp_path / "runs" / "crashed" / "logs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("crashed", "runs/crashed"):
+        told = CliRunner().invoke(app, ["diagnose", name])
+        assert told.exit_code == 1, told.exception
+        assert "no run ever started there" in told.output
+        assert "a script that ends in shoal.parallelize prints the reason" in told.output
+        assert "shoal train" not in told.output
+
+
 def test_the_last_line_names_the_worst(tmp_path: Path) -> None:
     make(tmp_path / "refused", START, died("exit code 2"), steps=0)
     make(tmp_path / "my failed", START, died("exit code 1"))

@@ -126,10 +126,10 @@ def diagnose(path: Path = RUN, as_json: bool = AS_JSON) -> None:
     Exit status: 0 no fault, 1 there is or was one, 2 no run folder.
     """
     from shoal.view.diagnose import read_continuation
-    from shoal.view.diagnosis.run_folders import explain_no_run, find_named_run, is_run_folder
+    from shoal.view.diagnosis.run_folders import explain_no_run, find_named_run, is_listed_run
 
     path = find_named_run(path)
-    if not is_run_folder(path) and not (path / "run.toml").exists():
+    if not is_listed_run(path):
         raise ConfigError(explain_no_run(path))
     islands = sorted(one.parent for one in path.glob("island-*/events.jsonl"))
     each = [diagnose_folder(folder) for folder in (path, *islands)]

@@ -24,8 +24,10 @@ def diagnose_end(seen: FolderEvidence, state: FolderState) -> list[RunFinding]:
     if state.cause == "gone":
         return [_diagnose_launcher_death(seen)]
     if state.cause in ENDS:
+        is_script = state.cause == "unstarted" and not (seen.folder / "run.toml").exists()
+        texts = UNSTARTED_SCRIPT if is_script else ENDS[state.cause]
         names = _texts(seen, state)
-        what, why, command = (text.format(**names) for text in ENDS[state.cause])
+        what, why, command = (text.format(**names) for text in texts)
         return [RunFinding(state.word, what, why, command, step=seen.step or None)]
     return []
 
@@ -82,6 +84,11 @@ ENDS: dict[str, tuple[str, str, str]] = {
     ),
 }
 """Cause of a state → the failure, the evidence, the next command."""
+UNSTARTED_SCRIPT = (
+    ENDS["unstarted"][0],
+    "it has neither run.toml nor steps; a script that ends in shoal.parallelize prints the reason",
+    "start the script again",
+)
 
 
 def _texts(seen: FolderEvidence, state: FolderState) -> dict[str, str]:

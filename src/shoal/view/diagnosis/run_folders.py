@@ -21,6 +21,13 @@ def is_run_folder(path: Path) -> bool:
     return any(os.path.lexists(path / name) for name in MARKS)
 
 
+def is_listed_run(path: Path) -> bool:
+    """Return whether `shoal runs` lists a folder: a run, or one in which none ever started."""
+    if is_run_folder(path) or (path / "run.toml").is_file():
+        return True
+    return path.is_dir() and path in find_run_folders(path.parent)
+
+
 def find_named_run(path: Path) -> Path:
     """Return the folder of a run: the path, or runs/PATH if only that is a run folder.
 
@@ -29,7 +36,7 @@ def find_named_run(path: Path) -> Path:
     below = Path("runs") / path
     if os.path.lexists(path) or path.is_absolute() or ".." in path.parts:
         return path
-    return below if is_run_folder(below) or (below / "run.toml").is_file() else path
+    return below if is_listed_run(below) else path
 
 
 def find_run_folders(folder: Path) -> list[Path]:
