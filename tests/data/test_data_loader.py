@@ -196,8 +196,8 @@ def test_samples_that_cannot_be_joined() -> None:
     with pytest.raises(UserError) as caught:
         list(Loader(ragged, batch=2, micro_batch=2, seed=0))
     assert str(caught.value).startswith(
-        "data.collate: joining positions 0 … 1 (epoch 0); unequal samples need "
-        "data.collate=pkg.mod:function: RuntimeError: stack expects"
+        "collate (data.collate): joining positions 0 … 1 (epoch 0); unequal samples need collate=… "
+        "of run.loader (data.collate=pkg.mod:function): RuntimeError: stack expects"
     )
 
 

@@ -231,7 +231,8 @@ def test_wrong_forms_of_a_batch() -> None:
         assert words in told(failure)
     kwargs = run_of(linear(), call="kwargs")
     with pytest.raises(
-        ConfigError, match=r"^model.call = kwargs: inputs must be a dict, got Tensor"
+        ConfigError,
+        match=r'^call="kwargs" \(model.call\): inputs must be a dict, got Tensor; try: call="single"',
     ):
         kwargs.step((x, y))
 

@@ -102,8 +102,9 @@ def join_samples(samples: list[Any], collate: Collate | None, where: str) -> Any
     try:
         return default_collate(samples) if collate is None else collate(samples)
     except Exception as error:
-        hint = "" if collate else "; unequal samples need data.collate=pkg.mod:function"
-        raise load_error(f"data.collate: joining {where}{hint}", error) from error
+        hint = "; unequal samples need collate=… of run.loader (data.collate=pkg.mod:function)"
+        hint = "" if collate else hint
+        raise load_error(f"collate (data.collate): joining {where}{hint}", error) from error
 
 
 def is_indexed(dataset: object) -> bool:

@@ -80,8 +80,8 @@ def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
     """
     if call != "single" and not isinstance(inputs, Mapping):
         raise ConfigError(
-            f"model.call = kwargs: inputs must be a dict, got {type(inputs).__name__}; "
-            f"try: model.call=single"
+            f'call="kwargs" (model.call): inputs must be a dict, got {type(inputs).__name__}; '
+            f'try: call="single" (model.call=single)'
         )
     by_name = call != "single"
     if not by_name and type(inputs) is not torch.Tensor:  # the test takes as long as an operation
