@@ -2,9 +2,9 @@
 
 Every block of the model is a unit: its parameters are sharded by rows over `dp_shard`, gathered
 before its forward and before its backward pass, and its gradients are reduce-scattered after it.
-Parameters outside of blocks (embedding, head, final norm, and blocks that share a tied parameter
-with them) are gathered once per pass and kept from forward to backward: the loss may still need the
-head. `fsdp.reshard` keeps blocks from forward to backward too, whole or sharded over a node's
+Parameters outside of blocks (embedding, head, final norm, and blocks that share a parameter) are
+gathered once per pass and kept from forward to backward: the loss may still need the head.
+`fsdp.reshard` keeps blocks from forward to backward too, whole or sharded over a node's
 ranks. Under hsdp parts are then summed over `dp_replicate`. Experts that `ep` distributes over
 ranks are units of their own, over the ranks that hold the same ones.
 
@@ -71,7 +71,7 @@ from shoal.parallel.program import (
 )
 from shoal.parallel.unit_log import LoggedGather, LoggedScatter, UnitLog
 from shoal.parallel.unit_visits import make_unit_visits
-from shoal.trace.find.blocks import fsdp_blocks
+from shoal.trace.find.blocks import detect_blocks, fsdp_blocks, list_shared_parameters
 from shoal.trace.isolation.module_copies import copy_to_meta
 from shoal.trace.isolation.replaced_forward import ReplacedForward
 
@@ -191,10 +191,18 @@ def _no_blocks_notice(program: Program, units: list[nn.Module]) -> list[str]:
     size_bytes = sum(
         p.numel() * p.element_size() for p in program.module.parameters() if not p.is_meta
     )
+    gathered = f"so {bytes_text(size_bytes)} are gathered at once instead of block by block"
+    found = detect_blocks(program.module, program.plan)
+    if shared := list_shared_parameters(program.module, found):
+        return [
+            f"layout.strategy = {name}: {len(shared)} of the {len(found)} blocks share weights "
+            f"with other parts of the model, first: {next(iter(shared.values()))}, {gathered}; "
+            f"try: layout.strategy=zero2"
+        ]
     return [
         f"layout.strategy = {name}: the model has no blocks of layers (entries of a ModuleList or "
-        f"Sequential, or attributes of one class), so {bytes_text(size_bytes)} are gathered at "
-        f"once instead of block by block; try: layout.strategy=zero2, or layout.blocks=NAME"
+        f"Sequential, or attributes of one class), {gathered}; "
+        f"try: layout.strategy=zero2, or layout.blocks=NAME"
     ]
 
 

@@ -3,7 +3,9 @@
 The calls of the trunk's blocks are assigned to the stages in runs, so that the largest stage cost
 is minimal, and among such cuts the sum of squared costs. A call outside of the blocks joins a
 block: the one before it if it depends on any block (last norm, head), else the one after it
-(embedding, the decoder's embedding of an encoder-decoder model).
+(embedding, the decoder's embedding of an encoder-decoder model). Calls that change the same buffer
+(a BatchNorm that runs twice in a pass) stay on one stage, with the calls between them: another
+stage would change its own copy.
 
     cost       share of the model's FLOP + share of its parameters, unless given
     crossing   tensors that enter stage s: those of calls before s that calls on s or after it need;
@@ -15,7 +17,7 @@ block: the one before it if it depends on any block (last norm, head), else the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.planning.chain_partition import partition
 from shoal.trace._torch import pytree
-from shoal.trace.flow.liveness import Flow, Leaf, UnitCall
+from shoal.trace.flow.liveness import Flow, Leaf, UnitCall, has_same_values
 from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
 from shoal.trace.isolation.module_copies import copy_to_meta
 
@@ -199,17 +201,23 @@ def assign_stages(module: nn.Module, flow: Flow, stages: int) -> StageCut:
             f"{type(module).__name__}; try: layout.pp={max(1, len(blocks))}"
         )
     goes_with = _attach_to_blocks(flow, blocks)
+    changes = _calls_by_changed_buffer(module, flow)
+    runs = _runs_of_blocks(len(blocks), goes_with, changes.values())
+    if stages > runs[-1] + 1:
+        raise _shared_buffer_error(flow, stages, changes, runs[-1] + 1)
     each = _call_costs(module, flow)
-    chain = [0.0] * len(blocks)
+    chain = [0.0] * (runs[-1] + 1)
     for number, place in enumerate(goes_with):
-        chain[place] += each[number]
+        chain[runs[place]] += each[number]
     starts = partition(chain, stages)
-    of_block = [max(s for s in range(stages) if starts[s] <= place) for place in range(len(blocks))]
+    of_block = [max(s for s in range(stages) if starts[s] <= run) for run in runs]
     stage_of: list[int] = []
     for number, call in enumerate(flow.calls[:-1]):
         earlier = [stage_of[needed] for needed, _ in call.needs]
         stage_of.append(max([of_block[goes_with[number]], *earlier]))
     stage_of.append(stages - 1)  # the model's outputs
+    if any(len({stage_of[number] for number in calls}) > 1 for calls in changes.values()):
+        raise _shared_buffer_error(flow, stages, changes, 1)
     _check_side_reads(flow, stage_of, stages)
     keep = _tensors_of_stages(module, flow, stage_of, stages)
     ties = {}
@@ -241,6 +249,64 @@ def _attach_to_blocks(flow: Flow, blocks: list[int]) -> list[int]:
         goes_with.append(min(place, len(blocks) - 1))
     goes_with[-1] = len(blocks) - 1
     return goes_with
+
+
+def _calls_by_changed_buffer(module: nn.Module, flow: Flow) -> dict[str, list[int]]:
+    """Return the calls that change each buffer, for buffers that several calls change.
+
+    A buffer that every call sets to the same value, or to another shape (a cache), is no state.
+    """
+    names = {id(buffer): name for name, buffer in module.named_buffers()}
+    first = {
+        path: names[id(buffer)] for path, buffer in module.named_buffers(remove_duplicate=False)
+    }
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in names.values()}
+    for number, call in enumerate(flow.calls):
+        for path, value in call.moved.items():
+            if path in first:
+                found[first[path]].append((number, value))
+    return {
+        name: [number for number, _ in changes]
+        for name, changes in found.items()
+        if any(_is_changed(changes[0][1], value) for _, value in changes[1:])
+    }
+
+
+def _is_changed(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two values of a buffer of one shape differ, or may (on the meta device)."""
+    return one.shape == two.shape and (one.is_meta or not has_same_values(one, two))
+
+
+def _runs_of_blocks(blocks: int, goes_with: list[int], together: Iterable[list[int]]) -> list[int]:
+    """Return, for each block call, the number of the run of block calls that stays on one stage.
+
+    Args:
+        goes_with: of each call, the index of its block call.
+        together: lists of calls that must lie on one stage.
+
+    >>> _runs_of_blocks(5, [0, 1, 2, 3, 4], [[1, 3]])
+    [0, 1, 1, 1, 2]
+    """
+    joined: set[int] = set()
+    for calls in together:
+        places = [goes_with[number] for number in calls]
+        joined.update(range(min(places) + 1, max(places) + 1))
+    runs = [0]
+    for place in range(1, blocks):
+        runs.append(runs[-1] + (place not in joined))
+    return runs
+
+
+def _shared_buffer_error(
+    flow: Flow, stages: int, changes: dict[str, list[int]], most: int
+) -> PlanError:
+    name, calls = next(iter(changes.items()))
+    units = " and ".join(dict.fromkeys(flow.calls[number].name for number in calls))
+    return PlanError(
+        f"layout.pp = {stages}: {units} ran {len(calls)} times in a pass, and each call changed "
+        f"the buffer {name}; these calls must lie on one stage, which leaves {most} "
+        f"stage{'s' if most > 1 else ''}; try: layout.pp={most}"
+    )
 
 
 def _call_costs(module: nn.Module, flow: Flow) -> list[float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -176,27 +176,61 @@ def residual_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str
 
 
 def fsdp_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
-    """Find the blocks that fsdp gathers one at a time: with layers inside, and no tied parameter.
+    """Find the blocks that fsdp gathers one at a time: with layers inside, none shared.
 
     A parameter that lies in two places must be gathered for both, so such blocks do not count.
 
     Args:
         module: the whole module; shapes are enough.
     """
-    homes = _count_homes(module)
-    found = {}
-    for name, block in detect_blocks(module, policy).items():
-        here = _count_homes(block)
-        shared = any(homes[key] != count for key, count in here.items())
-        if here and not shared and any(block.children()):
-            found[name] = block
+    found = detect_blocks(module, policy)
+    shared = list_shared_parameters(module, found)
+    return {
+        name: block
+        for name, block in found.items()
+        if name not in shared
+        and any(block.children())
+        and next(block.parameters(), None) is not None
+    }
+
+
+def list_shared_parameters(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the blocks that share a parameter with another block, or with the rest of the model.
+
+    Tied weights are shared, and so are modules that several blocks hold. One block in two places
+    of the model shares nothing.
+
+    Returns:
+        {block: the name of the first such parameter}.
+
+    >>> one = nn.Linear(2, 2)
+    >>> layers = nn.Sequential(nn.Sequential(one), nn.Sequential(one), nn.Sequential(nn.ReLU()))
+    >>> list_shared_parameters(layers, dict(layers.named_children()))
+    {'0': '0.0.weight', '1': '1.0.weight'}
+    """
+    distinct = {id(block): block for block in blocks.values()}
+    homes = Counter(_parameters_outside(module, distinct))
+    for block in distinct.values():
+        homes.update({id(p) for p in block.parameters()})
+    found: dict[str, str] = {}
+    for name, block in blocks.items():
+        for own, parameter in block.named_parameters(name):
+            if homes[id(parameter)] > 1:
+                found.setdefault(name, own)
     return found
 
 
-def _count_homes(module: nn.Module) -> Counter[int]:
-    """Return in how many submodules each parameter lies, by its id."""
-    parts = module.modules()
-    return Counter(id(p) for part in parts for p in part.parameters(recurse=False))
+def _parameters_outside(module: nn.Module, blocks: Mapping[int, nn.Module]) -> set[int]:
+    """Return the ids of the parameters that the model holds outside of the blocks."""
+    outside: set[int] = set()
+    seen, waiting = set(blocks), [module]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            outside.update(id(p) for p in part.parameters(recurse=False))
+            waiting += part.children()
+    return outside
 
 
 @dataclass(frozen=True)

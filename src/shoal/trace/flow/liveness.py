@@ -16,7 +16,7 @@ sample's. Following values sees what poisoning with NaN cannot: what torch.where
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class UnitCall:
         inputs, outputs: copies of the sample's (args, kwargs) and result.
         written: positions of returned tensors that are written into later.
         flops: FLOP of its forward pass on the sample.
+        moved: the unit's buffers that the call changes, by name, as it leaves them.
     """
 
     name: str
@@ -77,6 +78,7 @@ class UnitCall:
     outputs: Any
     written: frozenset[int] = frozenset()
     flops: int = 0
+    moved: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -181,11 +183,45 @@ class _FlowTrace:
         finally:
             self.marking.paused = False
 
+    def copy_buffers(self, unit: _UnitForward) -> dict[str, tuple[torch.Tensor, int]]:
+        """Return copies of a unit's buffers, with their version counters, by their whole names."""
+        self.marking.paused = True
+        try:
+            return {
+                f"{unit.name}.{name}": (buffer.detach().clone(), buffer._version)
+                for name, buffer in unit.block.named_buffers()
+            }
+        finally:
+            self.marking.paused = False
+
+    def find_moved(
+        self, unit: _UnitForward, before: dict[str, tuple[torch.Tensor, int]]
+    ) -> dict[str, torch.Tensor]:
+        """Return copies of the buffers that a call of a unit changed.
+
+        Values count: F.batch_norm moves running statistics without their version counters. The
+        meta device has versions only.
+        """
+        after = self.copy_buffers(unit)
+        self.marking.paused = True
+        try:
+            return {
+                name: value
+                for name, (value, version) in after.items()
+                if name not in before
+                or not has_same_values(value, before[name][0])
+                or (value.is_meta and version != before[name][1])
+            }
+        finally:
+            self.marking.paused = False
+
     def call(self, unit: _UnitForward, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         number, before = len(self.calls), self.copy_paused((inputs, named))
+        buffers = self.copy_buffers(unit)
         self.marking.begin_call(number, (inputs, named))
         outputs = self.marking.end(unit.forward(*inputs, **named))
-        self.calls.append(self.make_unit_call(unit.name, before, self.copy_paused(outputs)))
+        call = self.make_unit_call(unit.name, before, self.copy_paused(outputs))
+        self.calls.append(replace(call, moved=self.find_moved(unit, buffers)))
         self.marking.flops = 0
         leaves = tensors_of(outputs)
         for place, tensor in enumerate(leaves):
@@ -220,6 +256,15 @@ class _FlowTrace:
         return Flow((*calls, last), frozenset(between))
 
 
+def has_same_values(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two tensors have one shape and the same values, or no values (meta)."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if one.is_meta or two.is_meta:
+        return one.is_meta and two.is_meta
+    return bool(((one == two) | ((one != one) & (two != two))).all())
+
+
 def have_same_calls(one: Flow, two: Flow) -> bool:
     """Return whether two flows call the same units in order, with as many tensors returned."""
     counts = [[(c.name, len(tensors_of(c.outputs))) for c in f.calls[:-1]] for f in (one, two)]
@@ -237,6 +282,7 @@ def merge_flows(one: Flow, two: Flow) -> Flow:
             reads=a.reads | b.reads,
             aside=a.aside | b.aside,
             written=a.written | b.written,
+            moved=b.moved | a.moved,
         )
         for a, b in zip(one.calls, two.calls, strict=True)
     ]
