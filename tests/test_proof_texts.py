@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from shoal.config.sections import Config, keys
+from shoal.proof.diagnosis.clue import REPORT
+from shoal.proof.start_proof import format_refusal
 
 SOURCE = Path(__file__).parent.parent / "src" / "shoal"
 FILES = sorted((SOURCE / "proof").glob("*.py"))
@@ -92,3 +94,19 @@ def test_a_name_of_ours_is_seen(text: str) -> None:
 )
 def test_what_users_know_is_none(text: str) -> None:
     assert not names_of_ours(text)
+
+
+@pytest.mark.parametrize(
+    ("alone", "report", "whole"),
+    [
+        ("shoal prove -- SCRIPT", "shoal prove --json -- SCRIPT", "`shoal prove -- SCRIPT`"),
+        ("shoal prove --quick runs/a/run.toml", "shoal prove run.toml --json", "`shoal prove`"),
+    ],
+)
+def test_a_refusal_names_the_command_that_fits_the_loop(
+    alone: str, report: str, whole: str
+) -> None:
+    told = {"layout": "ddp", "processes": 2, "said": [], "cause": {"text": REPORT}}
+    line = format_refusal(told, "train.prove=off", alone)
+    assert f"({report} > proof.json)" in line
+    assert f"{whole} shows every parameter" in line

@@ -27,6 +27,7 @@ from shoal.fabric.device import empty_cache, is_accelerator
 from shoal.machine.free_memory import free_device_bytes
 from shoal.machine.process_memory import peak_memory_bytes, reset_peak_memory
 from shoal.planning.settle import layout_keys
+from shoal.proof.diagnosis.clue import SCRIPT
 from shoal.proof.proof_case import ProofCase
 from shoal.proof.reference_limits import STATES
 from shoal.proof.start_proof import prove_case
@@ -74,7 +75,7 @@ def prove_first_batch(
             layout = layout_keys(run.plan.layout)
             case = ProofCase(build, loss, data, collate, layout, run.plan, spread=True)
             off = 'shoal.parallelize(…, prove="off")'
-            alone, folder = "shoal prove -- SCRIPT", run.recorder.folder
+            alone, folder = f"shoal prove {SCRIPT}", run.recorder.folder
             line = prove_case(case, world, folder, alone=alone, off=off, key=key)
     except TrainingError:
         raise

@@ -40,6 +40,7 @@ from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.planning.settle import Words
 from shoal.proof.battery import OPTIMIZERS, SGD, Battery, Report
+from shoal.proof.diagnosis.clue import PROVE_CONFIG, PROVE_SCRIPT, SCRIPT
 from shoal.proof.proof_case import ProofCase, make_case
 from shoal.proof.reference_limits import failure_reason, find_collective
 from shoal.proof.reference_seconds import expected_seconds
@@ -164,7 +165,7 @@ def prove_case(
     battery = quick_battery(case, world.size, folder, BUDGET_S)
     with mute_notices():
         report = battery.prove(world, case.layout, case.policies)
-    refused = format_refusal(report, off) if report["verdict"] == "different" else ""
+    refused = format_refusal(report, off, alone) if report["verdict"] == "different" else ""
     if world.is_first:
         record(report["verdict"], refused)
     if refused:
@@ -345,11 +346,20 @@ def format_changes(report: Report) -> str:
     return "".join(f"; {text}" for text in report["said"])
 
 
-def format_refusal(report: Report, off: str) -> str:
-    """Return the reason of a refusal: layout, first difference, likely cause, remedy."""
+def format_refusal(report: Report, off: str, alone: str = "") -> str:
+    """Return the reason of a refusal: layout, first difference, likely cause, remedy.
+
+    Args:
+        report: of the proof.
+        off: the setting that leaves the proof out.
+        alone: the command that proves it without a limit of time.
+    """
+    cause = report["cause"]["text"]
+    if SCRIPT in alone:  # a loop of the user's own has no run.toml
+        cause = cause.replace(PROVE_CONFIG, PROVE_SCRIPT)
+    command = alone if SCRIPT in alone else "shoal prove"
     return (
         f"proof: {report['layout']} on {report['processes']} processes does not compute what one "
-        f"process computes: {report['cause']['text']}{format_changes(report)}. `shoal prove` "
-        "shows every "
-        f"parameter; {off} trains all the same"
+        f"process computes: {cause}{format_changes(report)}. `{command}` shows every parameter; "
+        f"{off} trains all the same"
     )

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-REPORT = "report it with proof.json (shoal prove run.toml --json > proof.json)"
+PROVE_CONFIG = "shoal prove run.toml --json"
+SCRIPT = "-- SCRIPT"
+PROVE_SCRIPT = f"shoal prove --json {SCRIPT}"
+"""Commands that write the report of a proof: of a run.toml, and of a loop of the user's own."""
+
+REPORT = f"report it with proof.json ({PROVE_CONFIG} > proof.json)"
 """Advice if no part of the user's own code can be the cause."""
 
 OURS = f"{REPORT}: this is a mistake of Shoal, not of your model"
