@@ -221,8 +221,9 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
     # 8_260 before new shapes of a batch were in the name of its call; 8_280 before backward hooks,
     # buffers that a loop writes and weights in one memory were named; 8_350 before a heap that
     # grows was trimmed; 8_365 before transfers of zero1 and zero2 had memory that stays; 8_400
-    # before a sum was told from a mean, and skipped steps were counted for the terminal.
-    assert sum(map(lines_of_code, files)) <= 8_425
+    # before a sum was told from a mean, and skipped steps were counted for the terminal; 8_425
+    # before a module that two blocks hold was found.
+    assert sum(map(lines_of_code, files)) <= 8_430
 
 
 FOUR_RANKS = """

@@ -10,7 +10,7 @@ Source: chain partitioning, Bokhari 1988, by dynamic programming in O(parts · l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 SAME = 1e-9
 """Relative difference below which two sums of floats count as equal."""
@@ -38,6 +38,26 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
         before, parts, largest * (1 + SAME), lambda sum_so_far, run: sum_so_far + run**2
     )
     return starts
+
+
+def join_places(blocks: int, goes_with: list[int], together: Iterable[list[int]]) -> list[int]:
+    """Return, for each block call, the number of the run of block calls that stays on one stage.
+
+    Args:
+        goes_with: of each call, the index of its block call.
+        together: lists of calls that must lie on one stage.
+
+    >>> join_places(5, [0, 1, 2, 3, 4], [[1, 3]])
+    [0, 1, 1, 1, 2]
+    """
+    joined: set[int] = set()
+    for calls in together:
+        places = [goes_with[number] for number in calls]
+        joined.update(range(min(places) + 1, max(places) + 1))
+    runs = [0]
+    for place in range(1, blocks):
+        runs.append(runs[-1] + (place not in joined))
+    return runs
 
 
 def _best_partition(

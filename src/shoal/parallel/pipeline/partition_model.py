@@ -17,7 +17,7 @@ stage would change its own copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.planning.chain_partition import partition
+from shoal.planning.chain_partition import join_places, partition
 from shoal.trace._torch import pytree
 from shoal.trace.flow.liveness import Flow, Leaf, UnitCall, has_same_values
 from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
@@ -202,9 +202,9 @@ def assign_stages(module: nn.Module, flow: Flow, stages: int) -> StageCut:
         )
     goes_with = _attach_to_blocks(flow, blocks)
     changes = _calls_by_changed_buffer(module, flow)
-    runs = _runs_of_blocks(len(blocks), goes_with, changes.values())
+    runs = join_places(len(blocks), goes_with, changes.values())
     if stages > runs[-1] + 1:
-        raise _shared_buffer_error(flow, stages, changes, runs[-1] + 1)
+        raise _buffer_error(flow, stages, changes, runs[-1] + 1)
     each = _call_costs(module, flow)
     chain = [0.0] * (runs[-1] + 1)
     for number, place in enumerate(goes_with):
@@ -217,7 +217,7 @@ def assign_stages(module: nn.Module, flow: Flow, stages: int) -> StageCut:
         stage_of.append(max([of_block[goes_with[number]], *earlier]))
     stage_of.append(stages - 1)  # the model's outputs
     if any(len({stage_of[number] for number in calls}) > 1 for calls in changes.values()):
-        raise _shared_buffer_error(flow, stages, changes, 1)
+        raise _buffer_error(flow, stages, changes, 1)
     _check_side_reads(flow, stage_of, stages)
     keep = _tensors_of_stages(module, flow, stage_of, stages)
     ties = {}
@@ -257,14 +257,12 @@ def _calls_by_changed_buffer(module: nn.Module, flow: Flow) -> dict[str, list[in
     A buffer that every call sets to the same value, or to another shape (a cache), is no state.
     """
     names = {id(buffer): name for name, buffer in module.named_buffers()}
-    first = {
-        path: names[id(buffer)] for path, buffer in module.named_buffers(remove_duplicate=False)
-    }
+    every = dict(module.named_buffers(remove_duplicate=False))
     found: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in names.values()}
     for number, call in enumerate(flow.calls):
         for path, value in call.moved.items():
-            if path in first:
-                found[first[path]].append((number, value))
+            if path in every:
+                found[names[id(every[path])]].append((number, value))
     return {
         name: [number for number, _ in changes]
         for name, changes in found.items()
@@ -277,29 +275,7 @@ def _is_changed(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.shape == two.shape and (one.is_meta or not has_same_values(one, two))
 
 
-def _runs_of_blocks(blocks: int, goes_with: list[int], together: Iterable[list[int]]) -> list[int]:
-    """Return, for each block call, the number of the run of block calls that stays on one stage.
-
-    Args:
-        goes_with: of each call, the index of its block call.
-        together: lists of calls that must lie on one stage.
-
-    >>> _runs_of_blocks(5, [0, 1, 2, 3, 4], [[1, 3]])
-    [0, 1, 1, 1, 2]
-    """
-    joined: set[int] = set()
-    for calls in together:
-        places = [goes_with[number] for number in calls]
-        joined.update(range(min(places) + 1, max(places) + 1))
-    runs = [0]
-    for place in range(1, blocks):
-        runs.append(runs[-1] + (place not in joined))
-    return runs
-
-
-def _shared_buffer_error(
-    flow: Flow, stages: int, changes: dict[str, list[int]], most: int
-) -> PlanError:
+def _buffer_error(flow: Flow, stages: int, changes: dict[str, list[int]], most: int) -> PlanError:
     name, calls = next(iter(changes.items()))
     units = " and ".join(dict.fromkeys(flow.calls[number].name for number in calls))
     return PlanError(

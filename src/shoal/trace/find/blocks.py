@@ -185,13 +185,8 @@ def fsdp_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn
     """
     found = detect_blocks(module, policy)
     shared = list_shared_parameters(module, found)
-    return {
-        name: block
-        for name, block in found.items()
-        if name not in shared
-        and any(block.children())
-        and next(block.parameters(), None) is not None
-    }
+    own = {n: b for n, b in found.items() if n not in shared and any(b.children())}
+    return {n: b for n, b in own.items() if next(b.parameters(), None) is not None}
 
 
 def list_shared_parameters(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, str]:
