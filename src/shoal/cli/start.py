@@ -35,7 +35,6 @@ from shoal.cli.ending import (
 )
 from shoal.cli.islands import check_islands_resumable, island_folder, island_folders, launch_islands
 from shoal.cli.job_file import write_job_name
-from shoal.cli.member_resume import complete_islands, describe_completed
 from shoal.cli.words import split_arguments
 from shoal.cli.workers.worker import worker_environment, worker_imports
 from shoal.config.differences import (
@@ -121,6 +120,8 @@ def prepare_run(
         _check_resumable(resume)
         path = resume / "run.toml"
         typed = overrides
+        from shoal.cli.member_resume import complete_islands, describe_completed
+
         overrides = complete_islands(typed, load_config(path).config.islands, resume)
         lines = describe_completed(typed, overrides)
     loaded = load_trusted(path, overrides, trust=trust)
