@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +108,30 @@ def test_a_batch_that_one_rank_cannot_cut_is_named_on_all(worlds) -> None:
     first, second = worlds(2).call("loop_proof_case:odd_batch")
     assert first == second
     assert first.startswith("batch: ")
+
+
+WITHOUT_PROOF = """
+import sys
+import torch
+import shoal
+
+net = torch.nn.Linear(4, 2)
+loss = shoal.mean_of_samples(torch.nn.CrossEntropyLoss())
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+run = shoal.parallelize(net, optimizer, loss, "ddp", batch=4, prove="off")
+run.step((torch.randn(2, 4), torch.tensor([0, 1])))
+run.close()
+run.print([name for name in sys.modules if name.startswith("shoal") and "proof" in name])
+"""
+
+
+def test_a_loop_without_a_proof_imports_nothing_of_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WITHOUT_PROOF)
+    environ = {k: v for k, v in os.environ.items() if k != "SHOAL_PROVE"} | {"OMP_NUM_THREADS": "1"}
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path, env=environ, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr[-2000:]
