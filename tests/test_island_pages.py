@@ -130,6 +130,20 @@ def check_table(terminals: Terminals, run: str) -> None:
         assert shape in found, f"{shape} is not in its place"
 
 
+PAGES = {"data-centres": 950, "machine-died": 550, "over-the-internet": 800}
+"""Pages of three questions → most words. A reader comes from the table of the README."""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_question_of_islands_is_answered_in_1500_words(name: str) -> None:
+    """From the first line of the README to the end of the page that its row names."""
+    before, found, _ = (ROOT / "README.md").read_text().partition(f"docs/start/{name}.md")
+    page = (START / f"{name}.md").read_text()
+    assert found
+    assert len(page.split()) <= PAGES[name]
+    assert len(before.split()) + len(page.split()) <= 1500
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("terminals", ["data-centres"], indirect=True)
 def test_a_data_centre_joins_and_leaves_as_its_page_says(terminals: Terminals) -> None:
@@ -179,7 +193,7 @@ LEARNT = {
 
 def read_table() -> dict[str, str]:
     """Rows of the table of methods: what you have → what was measured."""
-    page = (START / "data-centres.md").read_text().split("## Which method, when")[1]
+    page = (START / "which-method.md").read_text()
     rows = re.findall(r"^\| (.*?) \| .*? \| (.*?) \|$", page, re.MULTILINE)
     return {have: measured for have, measured in rows if have not in ("you have", "---")}
 
