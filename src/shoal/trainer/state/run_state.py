@@ -394,6 +394,8 @@ class _OptimizerRecord(msgspec.Struct):
     scalars: dict[str, dict[str, bool | int | float | str | None]]
     groups: list[_Group]
     sliced: list[str] = []
+    changed: list[list[str]] | None = None
+    """Settings that the run changed, by group; records before 0.2 have none."""
 
 
 class _LoaderRecord(msgspec.Struct):
@@ -414,6 +416,7 @@ class _CheckpointRecord(msgspec.Struct):
     extra: dict[str, Any] = {}
     average_updates: Count = 0
     spikes: dict[str, list[float]] = {}
+    epoch: dict[str, Count] = {}
     unreadable: Count = 0
 
 
@@ -430,6 +433,13 @@ def _check_record(manifest: Manifest, folder: Path) -> None:
     if any(one and "position" not in one for one in manifest.record["data"]):
         raise DamagedFileError(
             path, "has a record that no run writes: `record.data` without position"
+        )
+    changed, groups = record.optimizer.changed, record.optimizer.groups
+    if changed is not None and len(changed) != len(groups):
+        raise DamagedFileError(
+            path,
+            "has a record that no run writes: `record.optimizer.changed` of "
+            f"{len(changed)} groups, `record.optimizer.groups` of {len(groups)}",
         )
     if record.step != manifest.step:
         raise DamagedFileError(
