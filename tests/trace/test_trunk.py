@@ -15,7 +15,7 @@ from user_modules import EXAMPLES, HIDDEN, Example, Layer, made, named, numbers,
 from shoal.forecast.models.hf_presence import count_hf_layers
 from shoal.models.catalog import build
 from shoal.trace.find.trunk import ForwardFunction, Trunk
-from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trace.flow.forward_record import ForwardRecord, InnerBackwardError
 from shoal.trace.isolation.preserve_state import preserve_state
 
 LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
@@ -95,6 +95,28 @@ def test_arguments_are_kept_as_they_were_before_the_call() -> None:
     assert record.trunk.blocks == ("0", "1", "2")
     assert torch.equal(record.calls(["0"])["0"].args[0], before)
     assert not torch.equal(x, before)
+
+
+class Potential(nn.Sequential):
+    """Forces of an energy: the forward pass differentiates by its inputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(
+                super().forward(x).square().sum(), x, create_graph=self.training
+            )
+        return force
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_backward_pass_inside_of_forward_is_named(device: str) -> None:
+    """What autograd saved is dropped: torch's own error was about sizes of 0."""
+    module = Potential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
+    record = ForwardRecord(module, lambda m: m(torch.ones(2, 4, device=device)))
+    with pytest.raises(InnerBackwardError, match="its forward pass runs a backward pass") as found:
+        record.is_runnable()
+    assert found.value.is_twice
 
 
 class Experts(nn.Module):

@@ -18,7 +18,7 @@ from shoal.fabric import start_world
 from shoal.models.loss import token_loss
 from shoal.trainer.autotune.sample_forward import build_sample_forward
 from shoal.trainer.batches.batch_split import batch_length, split_into_micro_batches
-from shoal.trainer.step.call_contract import split_batch, sum_and_count
+from shoal.trainer.step.call_contract import call_model, split_batch, sum_and_count
 
 
 def told(failure: pytest.ExceptionInfo) -> str:
@@ -278,6 +278,24 @@ def test_cutting_along_dim_0() -> None:
     assert all(p["scale"] == 2 and p["text"] == "whole" for p in parts)
     assert all(p["settings"] == ["two", "words"] for p in parts)
     assert torch.equal(torch.cat([p["x"] for p in parts]), x)
+
+
+class Turned(nn.Module):
+    """Pairs of numbers that are read as complex ones."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.turns = nn.Parameter(torch.zeros(8)[start : start + 6].view(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(self.turns) * x
+
+
+def test_a_weight_at_an_odd_place_of_a_buffer_is_named() -> None:
+    """Under zero1 and zero2 weights lie behind one another, and torch wants even places."""
+    assert call_model(Turned(2), torch.ones(3), "single").shape == (3,)
+    with pytest.raises(ConfigError, match="view_as_complex .* here at an odd place"):
+        call_model(Turned(1), torch.ones(3), "single")
 
 
 def test_one_dict_is_inputs_and_targets() -> None:

@@ -87,3 +87,28 @@ def moved(world: World, layout: str, *, alike: bool) -> list[str]:
     for undo in run.program.on_close:
         undo()
     return [line for line in heard.lines if "buffer" in line]
+
+
+def tuned(world: World, layout: str, *, alike: bool) -> list[str]:
+    """Train three steps; the loop moves a weight of the loss by this rank's samples, or by all.
+
+    Returns:
+        Lines of this rank about the loss.
+    """
+    torch.manual_seed(0)
+    net, factor = Centred().double(), torch.ones((), dtype=torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with Lines() as heard:
+        run = shoal.parallelize(
+            net, optimizer, lambda o, y: ((o - y).square().sum() * factor, len(y)), layout,
+            world=world, precision="fp64",
+        )  # fmt: skip
+        for step in range(3):
+            x, y = drawn(step, 8, 6), drawn(step + 50, 8, 4)
+            rows = slice(*BOUNDS[world.rank])
+            run.step((x[rows], y[rows]))
+            factor.mul_(1 + 0.1 * (y if alike else y[rows]).mean())
+    run.guards.close()
+    for undo in run.program.on_close:
+        undo()
+    return [line for line in heard.lines if "loss: factor" in line]

@@ -34,6 +34,7 @@ from shoal.optim.trial_optimizer import (
     disable_hooks,
     make_trial_optimizer,
 )
+from shoal.trace.isolation.collective_ban import ForbiddenCollective, forbid_collectives
 
 STEPS = 12
 CAPS_1D, CAPS = (6400,), (80, 80, 3, 3, 2)
@@ -191,12 +192,17 @@ def _step(
             held.append((parameter, len(held), one))
     twin = make_trial_optimizer(optimizer, members)
     try:
-        for step in range(STEPS):
-            for entry in held:
-                if entry is not None:
-                    parameter, place, one = entry
-                    parameter.grad = share(place, one.gradients[step].clone())
-            twin.step()
+        with forbid_collectives():  # every rank makes these steps for itself
+            for step in range(STEPS):
+                for entry in held:
+                    if entry is not None:
+                        parameter, place, one = entry
+                        parameter.grad = share(place, one.gradients[step].clone())
+                twin.step()
+    except ForbiddenCollective as failure:
+        raise UntestableOptimizerError(
+            f"its step calls {failure.name} at {failure.where}, which would mix parts of weights"
+        ) from failure
     except Exception as failure:
         first = (str(failure).splitlines() or [""])[0]
         raise UntestableOptimizerError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -133,14 +133,13 @@ def record_forward(program: Program, look: SampleForward | None) -> ForwardRecor
     # zero 3 needs the number of calls of each block. Most models run on shapes alone; the others
     # read values. A model that fails here fails again in its first step, with its own error.
     shown = ForwardRecord(copy_to_meta(program.module), run, plan)
-    with suppress(Exception):
-        return shown if shown.call_counts else None
+    if shown.is_runnable():
+        return shown
     real = ForwardRecord(program.module, run, plan)
     real.passes.update(shown.passes)
 
-    with suppress(Exception), stream_weights(program.module, program.world.device, read_ahead):
-        return real if real.call_counts else None
-    return None
+    with stream_weights(program.module, program.world.device, read_ahead):
+        return real if real.is_runnable() else None
 
 
 def place(

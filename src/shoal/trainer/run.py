@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -80,7 +81,8 @@ class Run(StepRunner):
         self.tokenizer_check: TokenizerCheck | None = None
         self.tells_validation = True
         self.validated_by_source: dict[str, SourceLoss] = {}
-        self._closed = self._has_joined = False
+        self._closed = False
+        self._print_once = functools.cache(self.guards.findings.emit_rank_notice)
         self.lease: RunLease | None = None
         self._restored: set[Path] = set()
         if program.plan.layout.zero or program.pipe.size > 1:
@@ -255,9 +257,10 @@ class Run(StepRunner):
                 notice=None
                 if self.guards.optimizer.state_checked
                 else self.guards.findings.emit_rank_notice,
+                trial=self._print_once if self.guards.on else None,
                 coupled=self.coupled,
                 groups=self.optimizer.param_groups,
-                joining=self._note_joining,
+                joining=self._print_once,
             )
         # Where every pass gathers parameters all ranks make the same calls.
         around = self.guards.around(self.step_count + 1, len(share.micro_batches))
@@ -269,12 +272,6 @@ class Run(StepRunner):
         with self.meeting.at("run.micro_batches"):
             self.accept_sums(tally, own.spare)
             self.open_gradients("run.micro_batches")
-
-    def _note_joining(self, line: str) -> None:
-        """Print the line on passes of weight 0, once in a run."""
-        if not self._has_joined:
-            self._has_joined = True
-            self.recorder.emit_rank_notice(line)
 
     @collective_call("run.backward")
     def backward(

@@ -30,6 +30,7 @@ ROOMS = (
     *("loss_habits", "gradient_habits", "optimizer_habits", "model_habits", "loop_habits"),
     *("copy_habits", "update_habits", "state_habits", "batch_habits"),
     *("column_habits", "layer_habits", "recipe_habits", "script_habits"),
+    *("layout_blind_habits", "own_part_habits"),
 )
 USUAL = (
     *("on 2 cores", "processes compute on", "layout.strategy = auto", "has no blocks of layers"),

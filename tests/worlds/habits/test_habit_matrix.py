@@ -155,8 +155,26 @@ CELLS = [
     ("weights_that_share_memory_by_data", "fsdp", "named", "two weights in one memory"),
     ("a_mean_over_all_ranks_times_their_number", "ddp", "named", "times the number of ranks"),
     ("gradients_clamped_by_a_function", "ddp", "named", "its backward pass is not linear"),
+    ("one_module_under_two_names", "tp", "right", ""),
+    ("nodes_of_a_graph_in_micro_batches", "tp", "named", "the model takes all samples"),
+    ("a_checkpoint_of_ones_own_resumed", "zero2", "named", "optimizer.state_dict(): under zero2"),
+    ("inputs_changed_in_place_by_the_model", "fsdp", "right", ""),
+    ("inputs_scaled_if_one_is_large", "ddp", "named", "depend on the other samples of the micro"),
+    ("boxes_with_the_number_of_their_image", "ddp", "named", "places of samples in the batch"),
+    ("a_nested_tensor_as_the_batch", "tp", "named", "a nested tensor (torch.nested)"),
+    ("codes_of_samples_in_the_batch", "ddp", "named", "has a graph behind it"),
+    ("a_projector_beside_the_model", "zero2", "named", "are no parameters of the run"),
+    ("the_mean_of_a_model_in_a_written_out_pass", "ddp", "named", "an element weighs"),
+    ("the_loss_reduced_before_its_backward", "ddp", "named", "was summed over ranks in place"),
+    ("an_optimizer_that_deals_weights_to_ranks", "zero2", "named", "would mix parts of weights"),
+    ("rows_moved_by_index_add", "fsdp", "right", ""),
+    ("weights_taken_out_of_a_group", "fsdp", "named", "a choice by weight chooses nothing"),
+    ("a_number_set_on_each_block", "tp", "named", "was changed since shoal.parallelize"),
+    ("forces_by_autograd_in_forward", "fsdp", "named", "the forward pass runs a backward pass"),
+    ("one_element_moved_through_a_view", "tp", "named", "this rank has a part of it"),
+    ("pairs_of_numbers_read_as_complex_ones", "zero2", "named", "here at an odd place"),
 ]
-ADDED = 47
+ADDED = 65
 """The last rows: each holds a guard that no other test does."""
 SHORT = [
     *(cell[:2] for cell in (*CELLS[:20], *CELLS[-ADDED:])),

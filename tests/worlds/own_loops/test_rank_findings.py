@@ -34,3 +34,11 @@ def test_a_buffer_that_each_rank_writes_for_itself_is_named_once(worlds) -> None
     assert "buffer mean was written between steps, by other numbers on each rank" in first[0]
     assert other == []
     assert worlds(2).call("rank_findings_case:moved", layout="ddp", alike=True) == [[], []]
+
+
+def test_a_tensor_of_the_loss_that_each_rank_writes_is_named_once(worlds) -> None:
+    first, other = worlds(2).call("rank_findings_case:tuned", layout="ddp", alike=False)
+    assert len(first) == 1
+    assert "loss: factor [] that it uses was written between steps, by other numbers" in first[0]
+    assert other == []
+    assert worlds(2).call("rank_findings_case:tuned", layout="ddp", alike=True) == [[], []]

@@ -37,6 +37,11 @@ DRAWS = frozenset(
     | {"random_", "rand_like", "randn_like", "randint_like", "bernoulli", "dropout", "dropout_"}
 )
 """Functions that draw random numbers: each rank would draw the same ones for other rows."""
+INDEXED = frozenset(
+    {"index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_", "put_"}
+    | {"scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_"}
+)
+"""Functions that write by numbers of rows: those of the whole weight, not of this rank's part."""
 VIEWS = frozenset(
     {"__getitem__", "select", "narrow", "view", "reshape", "flatten", "t", "transpose", "unbind"}
     | {"split", "chunk", "diagonal", "diag", "squeeze", "unsqueeze", "permute", "ravel"}
@@ -160,7 +165,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         if writes and args and isinstance(args[0], DTensor):
             _note_numbers(args[1:], kwargs)
-        drawn = name in DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
+        drawn = (
+            name in DRAWS or name in INDEXED or getattr(func, "__module__", "") == "torch.nn.init"
+        )
         drawn = drawn or (writes and not isinstance(args[0] if args else None, DTensor))
         on_rows = None if drawn else (args, kwargs)
         if is_cut and not drawn:

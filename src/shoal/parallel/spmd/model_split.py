@@ -201,10 +201,23 @@ class _SplitPlanner:
         return tuple(sorted(wishes.items()))
 
     def tied_parameter_name(self, name: str, parameter: nn.Parameter) -> str:
-        """Return another name of a tied parameter outside of layer `name`, or ""."""
+        """Return another name of a tied parameter outside of layer `name`, or "".
+
+        A layer under two names (`self.body = self.layers`) is one layer.
+        """
         start = f"{name}." if name else ""
+        layer = self.module.get_submodule(name)
         others = [home for home in self.homes[id(parameter)] if not home.startswith(start)]
-        return others[0] if others else ""
+        return next((home for home in others if not self.is_inside(home, layer)), "")
+
+    def is_inside(self, home: str, layer: nn.Module) -> bool:
+        """Return whether the path of a parameter leads through a layer."""
+        part = self.module
+        for step in home.split(".")[:-1]:
+            part = part.get_submodule(step)
+            if part is layer:
+                return True
+        return False
 
     def split_group(
         self, names: list[str], calls: dict[str, LayerCall], whole_if_not: bool
@@ -256,7 +269,10 @@ class _SplitPlanner:
         self.graphs.update(names)
         self.check_overrides(names[0], split, wishes)
         if not split.parameters:
-            return next(iter(split.reasons.values()), "no parameter of it can be cut")
+            for own, reason in split.reasons.items():
+                other = self.tied_parameter_name(names[0], part.get_parameter(own))
+                return f"{own} is also {other}" if other else reason
+            return "no parameter of it can be cut"
         for own, p in part.named_parameters():
             other = self.tied_parameter_name(names[0], p)
             if other and own in split.partial:

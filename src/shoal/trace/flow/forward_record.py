@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from shoal.base.errors import PlanError
 from shoal.base.layouts.policies import BlocksPolicy
 from shoal.trace._torch import pytree
 from shoal.trace.find.blocks import FOUND, UNCALLED, detect_blocks, iterate_stacked_modules
@@ -97,6 +98,21 @@ class ForwardRecord:
         """Return the number of calls of each module."""
         return Counter(told.name for told in self.first_pass.log)
 
+    def is_runnable(self) -> bool:
+        """Return whether the pass runs, and calls a module.
+
+        Raises:
+            InnerBackwardError: what it computes is to be differentiated twice.
+        """
+        try:
+            return bool(self.call_counts)
+        except InnerBackwardError as error:
+            if error.is_twice:
+                raise
+            return False
+        except Exception:  # of the user's model
+            return False
+
     def layers_beside_blocks(self) -> list[str]:
         """Return the outermost layers with parameters that hold no block and lie in none."""
         return list(_iterate_beside(self.module, "", () if self.trunk.leaf else self.trunk.blocks))
@@ -162,7 +178,7 @@ class ForwardRecord:
         uses = TableUseRecorder({n: part for n, part in module.named_modules() if is_table(part)})
         listeners: list[_RecordingForward] = []
         nothing = torch.empty(0)
-        drop = torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda kept: kept)
+        drop = torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, _refuse_backward)
         with (
             in_mode(module, training=True),
             memoize_layers(module, seen) if cheaply else nullcontext(),
@@ -271,6 +287,27 @@ class PassLog:
             if told.name in self.copied and (call := found.get(told.name, told.call)):
                 found[told.name] = replace(call, follows=(*call.follows, told.follows))
         return found
+
+
+class InnerBackwardError(PlanError):
+    """A PlanError: the model's forward pass runs a backward pass.
+
+    Attributes:
+        is_twice: its result is to be differentiated again.
+    """
+
+    is_twice: bool = False
+
+
+def _refuse_backward(_nothing: Tensor) -> Tensor:
+    """Raise InnerBackwardError: a backward pass asks for a tensor that the record has dropped."""
+    error = InnerBackwardError(
+        "model: its forward pass runs a backward pass (torch.autograd.grad inside of forward), and "
+        "where ranks gather or split weights (fsdp, tp, cp, ep, pp) a model can be differentiated "
+        "once only; try: layout.strategy=ddp, zero1 or zero2"
+    )
+    error.is_twice = torch.is_grad_enabled()  # create_graph=True
+    raise error
 
 
 class _RecordingForward(ReplacedForward):

@@ -22,7 +22,11 @@ from shoal.fabric import World
 from shoal.parallel.compose import SampleForward, place, record_forward
 from shoal.parallel.program import Program, dtype_of
 from shoal.trainer._torch import pytree
-from shoal.trainer.batches.batch_split import batch_length, split_into_micro_batches
+from shoal.trainer.batches.batch_split import (
+    batch_length,
+    has_plain_tensors,
+    split_into_micro_batches,
+)
 from shoal.trainer.batches.batch_values import NEAREST
 from shoal.trainer.step.call_contract import call_model, split_batch
 from shoal.trainer.step.micro_batch import prepare_batch
@@ -56,6 +60,10 @@ def build_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward
         )
     given = sample() if callable(sample) else sample
     try:
+        if not has_plain_tensors(given):
+            from shoal.trainer.batches.uncut_tensors import refuse_uncut_tensors
+
+            refuse_uncut_tensors(given)
         cut = next(split_into_micro_batches(given, min(LOOKED_AT, plan.micro_batch)))
         samples = batch_length(cut)
     except ConfigError as failure:

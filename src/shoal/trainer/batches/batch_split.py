@@ -114,6 +114,15 @@ def batch_length(batch: Any, known: Readings | None = None) -> int:
         raise
 
 
+def has_plain_tensors(batch: Any) -> bool:
+    """Return whether all tensors of a batch are dense, and none has a graph behind it."""
+    return all(
+        one.layout == torch.strided and not one.is_nested and one.grad_fn is None
+        for one in pytree.tree_leaves(batch)
+        if isinstance(one, torch.Tensor)
+    )
+
+
 def target_length(targets: Any) -> int:
     """Return the number of samples of targets alone, which may be one list of samples.
 

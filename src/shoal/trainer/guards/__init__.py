@@ -26,6 +26,7 @@ from shoal.trainer.metrics_recorder import MetricsRecorder
 if TYPE_CHECKING:
     from shoal.optim.average import WeightAverage
     from shoal.trainer.guards.rank_findings import RankFindings
+    from shoal.trainer.step.call_contract import Loss
 
 
 class RunGuards(Guards):
@@ -77,6 +78,10 @@ class RunGuards(Guards):
 
                 compared.append(WrittenBuffersGuard(program, findings.notice))
         notice = self.findings.notice
+        if program.plan.layout.tp > 1 or program.plan.layout.cp > 1:
+            from shoal.trainer.guards.traced_values import TracedValuesGuard
+
+            compared.append(TracedValuesGuard(program, notice))
         drift = CorruptionCheck(program, optimizer, average, recorder)
         self.writes = ExternalWriteGuard(program, optimizer, notice, agreed, drift)
         self.optimizer = OptimizerGuard(optimizer, program, notice)
@@ -119,6 +124,24 @@ class RunGuards(Guards):
             from shoal.trainer.guards.reports.start_report import OFF
 
             notice(OFF)
+
+    def watch_loss(self, program: Program, loss: Loss | None) -> None:
+        """Compare the tensors of a loss over ranks in the first steps, if it has some.
+
+        Args:
+            program: the run's.
+            loss: the user's; None: user code computes it.
+        """
+        if program.world.size == 1 or loss is None:
+            return
+        from shoal.trainer.guards.loss_trial import list_loss_values
+
+        values = list_loss_values(loss, program.module)
+        tensors = {n: one for n, one in values.items() if isinstance(one, torch.Tensor)}
+        if tensors:
+            from shoal.trainer.guards.loss_tensors import LossTensorsGuard
+
+            self.add(LossTensorsGuard(program, tensors, self.findings.notice))
 
 
 def _drop_line(line: str) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "INIT",
     "PARTS",
     "REDUCTIONS",
+    "SUMMED",
     "SUMS",
     "AbsentParameter",
     "AbsentTensor",
@@ -35,6 +36,7 @@ __all__ = [
     "count_global_hooks",
     "intercept_collectives",
     "intercept_gradient_clipping",
+    "is_compiler_used",
     "make_gradient_placeholder",
     "mark_absent",
     "mark_stage_gradient",
@@ -93,6 +95,8 @@ def _wrap_collective(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 SUMS: deque[torch.Tensor] = deque(maxlen=8)
 """Numbers that user code has summed over all ranks, the newest last."""
+SUMMED: deque[torch.Tensor] = deque(maxlen=8)
+"""Tensors with a gradient that user code has summed over ranks in place, the newest last."""
 
 
 def _keep_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -100,6 +104,15 @@ def _keep_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensor = args[0] if args else kwargs.get("tensor")
     if isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
         SUMS.append(tensor.detach().clone().reshape(()))
+        if tensor.grad_fn is not None:
+            SUMMED.append(tensor)
+
+
+def is_compiler_used() -> bool:
+    """Return whether this process has compiled a function by `torch.compile`."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(compiler, "cached_backends", {})
+    return any(one is not None for one in backends.values())  # None: functions that are left out
 
 
 class GradientOwner(Protocol):

@@ -176,9 +176,10 @@ def _call_on_part(
     try:
         return func(*args, **kwargs)
     except (RuntimeError, IndexError) as error:
-        if cut is None or not SHAPES.search(str(error)):
+        if not SHAPES.search(str(error)):
             raise
-        raise reports.writes_report.part_error(name, cut.name) from error
+        which = "a split weight (or its view, gradient or state)" if cut is None else cut.name
+        raise reports.writes_report.part_error(name, which) from error
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from shoal.base.errors import ConfigError
 from shoal.data.loading.dataset_kind import digest_of
 from shoal.data.loading.step_samples import StepBatch
 from shoal.parallel.program import Program
-from shoal.trainer.batches.batch_split import batch_length
+from shoal.trainer.batches.batch_split import batch_length, has_plain_tensors
 from shoal.trainer.batches.batch_values import Readings, has_objects
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.guard import Guard
@@ -68,6 +68,7 @@ class BatchConsistencyGuard(Guard):
         self._alike_bits = 0.0
         self._alike = True
         self._short = 0
+        self._refusal = ""
         self._epochs: list[Any] = []
 
     def before(self, step: int, batch: Any) -> None:
@@ -86,12 +87,11 @@ class BatchConsistencyGuard(Guard):
         if not compared and not (isinstance(batch, StepBatch) and batch.probe):
             return
         self.looks += 1
-        mine = self._describe_batch(batch)
+        told = self._gather(self._describe_batch(batch))
         if world.size == 1:
             if not loaded:
-                self._check_size(step, [mine])
+                self._check_size(step, told)
             return
-        told: list[dict[str, Any]] = world.gather_json(mine)
         mixed = len({one["loaded"] for one in told}) > 1
         samples = {(one["place"], one["hash"]) for one in told}
         unlike = len(samples) > len({one["place"] for one in told})
@@ -109,8 +109,36 @@ class BatchConsistencyGuard(Guard):
         if not self._short and (len(shares) == 1 or not self._alike):
             self.looks = LOOKS  # no doubt remains: stop comparing
 
+    def _gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the descriptions of all ranks.
+
+        Raises:
+            ConfigError: one of them cannot cut its batch.
+        """
+        world = self.program.world
+        told: list[Any] = world.gather_json(mine) if world.size > 1 else [mine]
+        if refused := [one["refusal"] for one in told if one["refusal"]]:
+            raise ConfigError(refused[0])
+        return told
+
     def _read_own_batch(self, batch: Any) -> None:
+        """Read a batch; of the first ones a refusal is kept, for all ranks to raise it."""
+        self._refusal = ""
+        try:
+            self._check_own_batch(batch)
+        except ConfigError as error:
+            if self.looks >= LOOKS:
+                raise
+            self._refusal = str(error)
+
+    def _check_own_batch(self, batch: Any) -> None:
         """Find tensors that all samples share, and an epoch in the order of the one before."""
+        if self.looks < LOOKS and not has_plain_tensors(batch):
+            from shoal.trainer.batches.uncut_tensors import check_graphs
+
+            line = check_graphs(batch, self.readings, self.program.plan.micro_batch)
+            if line and not self.looks:
+                self.notice(line)
         if self.cut and self._shared is None:
             from shoal.trainer.guards.shared_tensors import SharedTensorCheck
 
@@ -125,6 +153,8 @@ class BatchConsistencyGuard(Guard):
                 self.notice(reports.batch_report.EPOCH)
 
     def _describe_batch(self, batch: Any) -> dict[str, Any]:
+        if self._refusal:
+            return {"refusal": self._refusal}
         loaded = isinstance(batch, StepBatch)
         values = batch.values if isinstance(batch, StepBatch) else [batch]
         samples = 0 if loaded else batch_length(batch, self.readings)
@@ -141,6 +171,7 @@ class BatchConsistencyGuard(Guard):
             "bits": 0.0,
             "probe": list(batch.probe) if loaded else [],
             "loaders": [],
+            "refusal": "",
         }
         if not loaded and self.program.data.size > 1:
             from shoal.trainer.guards.reports import own_loaders

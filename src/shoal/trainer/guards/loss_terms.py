@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from shoal.base.attribute_patch import patch_attribute
+from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
-from shoal.trainer.guards._torch import SUMS
+from shoal.trainer.guards._torch import SUMMED, SUMS
 
 ALIASES = ("ToCopyBackward", "AliasBackward", "ViewBackward", "CloneBackward", "SqueezeBackward",
            "UnsqueezeBackward", "ReshapeAliasBackward", "UnsafeViewBackward",
@@ -187,6 +188,8 @@ class LossTermsCheck:
             count: as `run.backward` got it.
             call: the index of the call in its micro-batch.
         """
+        if any(one is loss for one in SUMMED):
+            raise ConfigError(SUMMED_LOSS)
         if self._done or loss.grad_fn is None:
             return
         number = None if count is None else abs(float(count))
@@ -195,7 +198,7 @@ class LossTermsCheck:
             if number is not None and number > 1 and not term.mean:  # equal by chance, maybe
                 before = self._divided.setdefault((call, place), line)
                 self._divided[call, place], line = before and line, ""
-            if not line and term.elements > 1:
+            if not line and (term.elements > 1 or (call, place) in self._weights):
                 line = self._compare(term, number, (call, place))
                 line = line and (self._divided.get((call, place)) or line)
             if line:
@@ -322,6 +325,15 @@ def limited_line() -> str:
         "run.backward: the loss of a micro-batch is limited (clamp, max, where) after its sum, so "
         "each micro-batch is limited for itself; try: a limit for each sample, before the sum"
     )
+
+
+SUMMED_LOSS = (
+    "run.backward: the loss was summed over ranks in place (torch.distributed.all_reduce) before "
+    "its backward pass: its number is that of several ranks, its gradient is not, and the run sums "
+    "both once more; try: run.backward(loss, count) with this rank's own sum, and for a log the "
+    "reduced number of loss.detach().clone()"
+)
+"""Error for a loss that user code has summed over ranks."""
 
 
 def multiplied_by_ranks_line() -> str:

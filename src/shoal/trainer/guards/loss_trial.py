@@ -400,15 +400,15 @@ def _share_large(value: Any, known: dict[int, Any], depth: int) -> None:
             _share_large(one, known, depth - 1)
 
 
-def checksum_loss_tensors(loss: Loss, module: nn.Module) -> dict[str, str]:
-    """Return a hash of each small tensor, and table of class numbers, that a loss refers to.
+def list_loss_values(loss: Loss, module: nn.Module) -> dict[str, Any]:
+    """Return each small tensor, and table of class numbers, that a loss refers to, by its name.
 
     Args:
         loss: the user's.
         module: the run's model, whose tensors are not listed.
     """
     skipped = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
 
     def visit(name: str, value: Any, depth: int) -> None:
         if id(value) in skipped or depth < 0:
@@ -416,15 +416,25 @@ def checksum_loss_tensors(loss: Loss, module: nn.Module) -> dict[str, str]:
         skipped.add(id(value))
         if isinstance(value, torch.Tensor):
             if 0 < value.numel() <= LARGE and not value.is_meta:
-                found[f"{name} {list(value.shape)}"] = digest_of(value)
+                found[f"{name} {list(value.shape)}"] = value
         elif _numbers_classes(value):
-            found[f"{name} of {len(value)} names"] = digest_of(value)
+            found[f"{name} of {len(value)} names"] = value
         else:
             for key, one in _referred(value):
                 visit(key or name, one, depth - 1)
 
     visit("", loss, 3)
     return found
+
+
+def checksum_loss_tensors(loss: Loss, module: nn.Module) -> dict[str, str]:
+    """Return a hash of each value of `list_loss_values`.
+
+    Args:
+        loss: the user's.
+        module: the run's model, whose tensors are not listed.
+    """
+    return {name: digest_of(one) for name, one in list_loss_values(loss, module).items()}
 
 
 def _numbers_classes(value: Any) -> bool:
@@ -480,3 +490,16 @@ def unlike_loss_lines(world: World, loss: Loss, module: nn.Module) -> list[str]:
         f"weigh or label samples differently; try: the same numbers on every rank, of the whole "
         f"dataset; classes numbered in the order of sorted(set(names))"
     ]
+
+
+def unlike_tensor_line(name: str) -> str:
+    """Return the notice on a tensor of the loss that each rank writes for itself.
+
+    Args:
+        name: of the tensor, with its shape.
+    """
+    return (
+        f"loss: {name.strip()} that it uses was written between steps, by other numbers on each "
+        f"rank, so ranks weigh samples differently; try: numbers of the whole batch "
+        f"(torch.distributed.all_reduce of sums and counts), or the same on every rank"
+    )

@@ -106,7 +106,9 @@ class OptimizerGuard(Guard):
         self._held = count_parameters(self.optimizer)
         self._loading: RemovableHandle | None = None
         layout = program.plan.layout
+        self._lists: list[Any] = []
         if layout.zero or program.cuts or program.pipe.size > 1:
+            self._lists = [group["params"] for group in optimizer.param_groups]
             self._loading = optimizer.register_load_state_dict_pre_hook(self._refuse_state)
 
     @property
@@ -125,6 +127,12 @@ class OptimizerGuard(Guard):
         held = count_parameters(self.optimizer)
         if held != self._held:
             raise reports.optimizer_report.changed_groups_error(held, self._held)
+        if self._lists and any(
+            group["params"] is not one
+            for group, one in zip(self.optimizer.param_groups, self._lists, strict=False)
+        ):
+            self._lists = []
+            self.notice(reports.optimizer_report.PARTS_IN_GROUPS)
 
     def accept_groups(self) -> None:
         """Take the optimizer's present parameters; right where each rank steps whole weights."""

@@ -38,8 +38,10 @@ from shoal.trainer.guards.model_trial import (
     TOLERANCES,
     ModelTrial,
     TrialOutcome,
+    clone_tensors,
 )
 from shoal.trainer.step.call_contract import Loss, is_default, split_batch, sum_and_count
+from shoal.trainer.step.micro_batch import prepare_batch
 
 MOST, TOGETHER, STEPS = 8, 2, 4
 """Tensors of a batch that are tried · shared ones at most · steps that are compared at most."""
@@ -112,7 +114,7 @@ class SharedTensorCheck:
 
         loss = None if self.loss is None else copy_loss(self.loss, self.program.module)
 
-        failures = list[Exception]()
+        failures, refusals = list[Exception](), list[Exception]()
 
         def attempt(shared: tuple[str, ...]) -> tuple[TrialOutcome, bool | None]:
             more = dict.fromkeys(shared, SHARED)
@@ -121,7 +123,7 @@ class SharedTensorCheck:
             except Exception as error:  # the cut of a table may break the model, as any mistake
                 failures.append(error)
                 return TrialOutcome(), None
-            return one, None if loss is None else _add_up(loss, one.calls)
+            return one, None if loss is None else _add_up(loss, one.calls, refusals)
 
         inputs = [path for path, one in columns.items() if not one.is_target]
         (plain, adds_up), found = attempt(()), Readings()
@@ -145,7 +147,24 @@ class SharedTensorCheck:
                 return {**found, **dict.fromkeys(shared, SHARED)}
         if len(failures) > len(tries) and trial.takes_whole(self.program, batch):
             raise ConfigError(uncut_text(columns, self.cut, failures[0]))
+        if isinstance(next(iter(refusals), None), IndexError) and self._takes_whole(trial, batch):
+            raise ConfigError(uncut_targets_text(columns, self.cut, refusals[0]))
         return found
+
+    def _takes_whole(self, trial: ModelTrial, batch: Any) -> bool:
+        """Return whether the loss takes a whole batch."""
+        from shoal.trainer.guards.loss_trial import copy_loss
+
+        if self.loss is None:
+            return False
+        try:
+            with torch.no_grad(), preserved_rng(), forbid_collectives():
+                prepared = clone_tensors(prepare_batch(self.program, batch))
+                outputs = trial.call_module(prepared)
+                copy_loss(self.loss, self.program.module)(outputs, split_batch(prepared)[1])
+        except Exception:
+            return False
+        return True
 
     def _compare_steps(self, columns: dict[str, TriedColumn], known: Readings) -> None:
         """Print a line on tensors that stay while others change."""
@@ -198,17 +217,24 @@ def list_columns(batch: Any, known: Readings, cut: int) -> dict[str, TriedColumn
 
 
 @torch.no_grad()
-def _add_up(loss: Loss, calls: Sequence[tuple[Any, Any]]) -> bool | None:
-    """Return whether (sum, count) of the first call is that of the others; None: it failed."""
+def _add_up(loss: Loss, calls: Sequence[tuple[Any, Any]], refusals: list[Exception]) -> bool | None:
+    """Return whether (sum, count) of the first call is that of the others; None: it failed.
+
+    Args:
+        loss: a copy of the run's.
+        calls: outputs and batch of all samples, then those of the parts.
+        refusals: gets the error of the loss.
+    """
     sums = []
     try:
         with preserved_rng(), forbid_collectives(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for outputs, batch in calls:
-                targets = split_batch(batch)[1]
+                targets = split_batch(clone_tensors(batch))[1]
                 total, count = sum_and_count(loss(outputs, targets), targets)
                 sums.append((float(total), float(count), TOLERANCES.get(total.dtype, HALF)))
-    except Exception:  # it lacks a gradient, a row of each kind, or a class beyond the cut
+    except Exception as error:  # it lacks a gradient, a row of each kind, or a class beyond the cut
+        refusals.append(error)
         return None
     (whole, targets_of_all, near), *parts = sums
     size = max(abs(whole), sum(abs(one[0]) for one in parts), 1e-30)
@@ -285,6 +311,23 @@ def uncut_text(columns: dict[str, TriedColumn], cut: int, error: Exception) -> s
         f"{type(error).__name__} ({shorten(str(error))}) on some of them, as micro-batches of "
         f"{cut} are: samples need each other (nodes of one graph); try: no micro_batch, or a batch "
         f"of a class whose slices are graphs"
+    )
+
+
+def uncut_targets_text(columns: dict[str, TriedColumn], cut: int, error: Exception) -> str:
+    """Return the error for a loss that takes a whole batch, and no part of it.
+
+    Args:
+        columns: tensors of the batch that are cut.
+        cut: samples of a micro-batch.
+        error: of the loss with a part.
+    """
+    shapes = ", ".join(str(list(one.tensor.shape)) for one in columns.values() if one.is_target)
+    return (
+        f"loss: of targets {shapes} it takes all rows, and raises {type(error).__name__} "
+        f"({shorten(str(error))}) on some of them, as micro-batches of {cut} are: they hold places "
+        f"of samples in the batch (boxes with the number of their image); try: a list with a "
+        f"tensor for each sample, or no micro_batch"
     )
 
 

@@ -9,7 +9,6 @@ The optimizer's own keys are the parts that it steps. A look-up of theirs costs 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -110,6 +109,8 @@ def watch_state(
 ) -> None:
     """Let an optimizer's state be found by the weights of the model, also after it was loaded.
 
+    A script's own `optimizer.state_dict()` is refused: no optimizer could load this rank's part.
+
     Args:
         program: the run's.
         optimizer: the run's.
@@ -126,13 +127,10 @@ def watch_state(
                 StateByWeight(before, program, notice) if one is optimizer else optimizer.state
             )
 
-    layout = program.plan.layout.text()
-    print_once = functools.cache(lambda: notice(reports.optimizer_report.own_state_line(layout)))
-
-    def note(_optimizer: torch.optim.Optimizer) -> None:
+    def refuse(_optimizer: torch.optim.Optimizer) -> None:
         if _called_by_script():
-            print_once()
+            raise reports.optimizer_report.own_state_error(program.plan.layout.text())
 
     install(optimizer)
-    optimizer.register_state_dict_pre_hook(note)
+    optimizer.register_state_dict_pre_hook(refuse)
     optimizer.register_load_state_dict_post_hook(install)

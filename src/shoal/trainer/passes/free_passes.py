@@ -23,7 +23,8 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program, run_sequentially
-from shoal.trainer.passes.written_out_passes import describe_invalid_loss, missing_loss
+from shoal.trainer.passes.written_out_passes import missing_loss
+from shoal.trainer.step.call_contract import describe_invalid_loss
 from shoal.trainer.step.micro_batch import MicroBatch, prepare_batch
 from shoal.trainer.step.optimizer_step import (
     StepFlags,

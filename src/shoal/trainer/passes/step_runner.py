@@ -170,6 +170,7 @@ class StepRunner:
             self.program = replace(program, on_close=(*program.on_close, weights.close))
             self.guards.writes.operands = lambda: weights.operands
             self.meeting.add_view(weights)
+        self.guards.watch_loss(program, loss)
         recorder.emit_notices(self.program.notices)
 
     @property

@@ -11,12 +11,11 @@ of the whole step first (`run.total`), and so are then the others: none comes wi
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,11 +23,18 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.fabric.device import is_accelerator
 from shoal.parallel.program import Program, run_sequentially
-from shoal.trainer.guards.first_step_checks import refuse_mean, watch_double_backward
+from shoal.trainer.backward_errors import raise_named_error
+from shoal.trainer.guards.first_step_checks import watch_double_backward
 from shoal.trainer.guards.gradient_passes import PassGradients
-from shoal.trainer.step.call_contract import sum_and_count
+from shoal.trainer.step.call_contract import describe_invalid_loss, sum_and_count
 from shoal.trainer.step.logged_values import LoggedValues
-from shoal.trainer.step.micro_batch import JOINING, MicroBatch, prepare_batch
+from shoal.trainer.step.micro_batch import (
+    JOINING,
+    JOINING_PASS,
+    MicroBatch,
+    combine_contexts,
+    prepare_batch,
+)
 from shoal.trainer.step.optimizer_step import (
     StepFlags,
     StepTotals,
@@ -40,8 +46,8 @@ from shoal.trainer.step.rank_share import RankShare
 from shoal.trainer.step.step_vector import Invariant, StepNumbers
 
 if TYPE_CHECKING:  # the first step's alone
-    from shoal.trainer.guards.coupled_passes import CoupledPassesCheck
-    from shoal.trainer.guards.loss_terms import LossTermsCheck
+    from shoal.trainer.guards.pass_checks import PassChecks
+    from shoal.trainer.guards.pass_trial import PassTrial
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class UserPasses:
         flags: returns this rank's `StepFlags`, after its passes.
         graded: parameters whose gradients are checked for foreign writes.
         notice: prints a line of this rank; None: the run's first step is over.
+        trial: prints a line of this rank's trial, once in a run; None: losses are not tried.
         coupled: samples of a micro-batch are compared on purpose.
         groups: of the optimizer.
         joining: called with a line before a pass of weight 0, which keeps ranks together.
@@ -89,6 +96,7 @@ class UserPasses:
         flags: Callable[[], StepFlags],
         graded: Sequence[nn.Parameter],
         notice: Callable[[str], None] | None,
+        trial: Callable[[str], None] | None = None,
         coupled: bool = False,
         groups: Sequence[Mapping[str, Any]] = (),
         joining: Callable[[str], None] = lambda line: None,
@@ -115,22 +123,31 @@ class UserPasses:
         self._unequal: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls: list[int] = []
         self._counts: set[bool] = set()
-        self._terms: LossTermsCheck | None = None
-        self._coupled: CoupledPassesCheck | None = None
-        self._targets, self._joining = cast("Any", None), joining
-        self._watched: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._joining = joining
+        self._checks: PassChecks | None = None
+        self._trial: PassTrial | None = None
+        self._watched: Callable[[UserMicroBatch], AbstractContextManager[Any]] = nullcontext
+        passes = self._rounds * program.data.size
         if notice is not None:
-            from shoal.trainer.guards.loss_terms import LossTermsCheck, watch_weight_gradients
+            from shoal.trainer.guards.pass_checks import PassChecks
 
-            passes, first = self._rounds * program.data.size, program.world.is_first
-            ranks = program.world.size if program.data.size > 1 else 1
-            self._terms = LossTermsCheck(notice, is_first=first, passes=passes, ranks=ranks)
-            if passes > 1 and first and not coupled:
-                from shoal.trainer.guards.coupled_passes import CoupledPassesCheck
+            self._checks = PassChecks(
+                program, notice, trial or notice, passes=passes, coupled=coupled, groups=groups
+            )
+        if trial is not None and step < TRIED_STEPS and passes > 1 and not coupled:
+            from shoal.trainer.guards.pass_trial import try_passes
 
-                self._coupled = CoupledPassesCheck(program.module, notice, passes, groups)
-            if passes > 1 and first:
-                self._watched = functools.partial(watch_weight_gradients, program, notice)
+            self._trial = try_passes(program, trial, passes)
+        if self._checks is not None or self._trial is not None:
+            self._watched = self._follow
+
+    def _follow(self, one: UserMicroBatch) -> AbstractContextManager[None]:
+        """Return the checks' and the trial's context around the loop's work on a micro-batch."""
+        trial = None if one.index == JOINING else self._trial
+        return combine_contexts(
+            None if self._checks is None else self._checks.follow(one.targets),
+            None if trial is None else trial.follow(one.inputs, one.targets),
+        )
 
     def run(self) -> Generator[UserMicroBatch, None, None]:
         """Yield one micro-batch after another; backward calls in between belong to it."""
@@ -143,19 +160,17 @@ class UserPasses:
                 one.keyed_context(),
                 self.program.autocast(),
                 watch_double_backward(self.program),
-                self._watched(),
             ):
                 batch = prepare_batch(self.program, one.batch)
                 pair = isinstance(batch, tuple | list) and len(batch) == 2
                 inputs, targets = batch if pair else (batch, batch)
-                if self._coupled is not None:
-                    self._coupled.reset_outputs()
-                    self._targets = targets
                 if one.index == JOINING:
                     self._joining(JOINING_PASS)
-                yield UserMicroBatch(inputs, targets, one.index)
+                micro: Any = UserMicroBatch(inputs, targets, one.index)
+                with self._watched(micro):
+                    yield micro
             # Free the inputs of finished passes.
-            self._at = self._targets = batch = inputs = targets = None
+            self._at = batch = inputs = targets = micro = None
             self._gradients.check()
             reducer.end_backward(one.index != JOINING)
             self._gradients.record_marks()  # under zero2 sums of parts were added
@@ -185,17 +200,21 @@ class UserPasses:
                 "run.micro_batches(batch), once for each loss"
             )
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            got = describe_invalid_loss(loss, "loss.sum()")
-            raise ConfigError(f"run.backward: a sum with a gradient is wanted, got {got}")
-        if self._terms is not None:
-            if count is not None:
-                refuse_mean(loss, count, "run.backward: got", 'reduction="sum"')
-            if one.index != JOINING:
-                self._terms.check(loss, count, self._calls[-1])
-                if self._coupled is not None:
-                    from shoal.trainer.guards.loss_terms import read_script
+            raise ConfigError(
+                f"run.backward: a sum with a gradient is wanted, got "
+                f"{describe_invalid_loss(loss, 'loss.sum()')}"
+            )
+        if self._trial is None:
+            self._run_backward(one, loss, count, retain_graph)
+            return
+        with self._trial.judge(loss):
+            self._run_backward(one, loss, count, retain_graph)
 
-                    self._coupled.check(loss, self._targets, read_script())
+    def _run_backward(
+        self, one: MicroBatch, loss: torch.Tensor, count: Any, retain_graph: bool
+    ) -> None:
+        if self._checks is not None:
+            self._checks.check(one.index, loss, count, self._calls[-1])
         total = one.add_to_sums(loss, self._count_once(loss, count))
         self._calls[-1] += 1
         reducer = reducer_of(self.program)
@@ -203,7 +222,11 @@ class UserPasses:
             self._gradients.backward(reducer, self._rounds, counted=count is not None),
             torch.autocast(loss.device.type, enabled=False),
         ):
-            total.backward(retain_graph=retain_graph)
+            try:
+                total.backward(retain_graph=retain_graph)
+            except RuntimeError as error:
+                raise_named_error(error)
+                raise
 
     def _count_once(self, loss: torch.Tensor, count: Any) -> torch.Tensor:
         """Return the addend of a call to the step's count: 0 after the first call of a micro-batch.
@@ -250,10 +273,9 @@ class UserPasses:
                 f"from run.micro_batches; take all of them, whatever becomes of their losses"
             )
         self._gradients.close()
-        if self._terms is not None:
-            self._terms.close()
-        if self._coupled is not None:
-            self._coupled.close()
+        for check in (self._checks, self._trial):
+            if check is not None:
+                check.close()
         calls = self._calls
         passes = {
             "backward_calls": [float(sum(c**power for c in calls)) for power in range(3)],
@@ -296,13 +318,8 @@ class UserPasses:
         )
 
 
-JOINING_PASS = (
-    "run.micro_batches: a pass of weight 0 on this rank (micro.index = -1), since other ranks have "
-    "more micro-batches and every pass gathers weights: it changes no gradient, but numbers that "
-    "the loop adds up count its samples twice; try: run.log(name=(sum, count)), or skip them where "
-    "micro.index < 0"
-)
-"""Notice on a pass that keeps ranks together."""
+TRIED_STEPS = 3
+"""First steps in which losses are tried (`guards/pass_trial.py`)."""
 CALLS = "fewest and most backward calls"
 """Name of the counts that ranks gather when their backward passes differ."""
 
@@ -310,17 +327,3 @@ CALLS = "fewest and most backward calls"
 def missing_loss(_outputs: Any, _targets: Any) -> Any:
     """Stand in for a loss if the user's loop computes its own."""
     return math.nan
-
-
-def describe_invalid_loss(loss: Any, near: str) -> str:
-    """Return a description of an object that is no valid loss.
-
-    Args:
-        loss: the object.
-        near: an expression that makes a scalar of a tensor with dims.
-    """
-    if not isinstance(loss, torch.Tensor):
-        return type(loss).__name__
-    if loss.dim():
-        return f"a tensor of shape {list(loss.shape)}; try: {near}"
-    return "one without: it is cut off from the model (by .detach(), .item(), torch.no_grad())"

@@ -116,6 +116,14 @@ def _diagnose_call(module: nn.Module, inputs: Any, call: str, error: Exception) 
             f"({error}), as the last part of a batch may be; try: another micro_batch (train."
             f"micro_batch), or for BatchNorm sync_batch_norm=True (train.sync_batch_norm)"
         )
+    if "storage_offset divisible by 2" in str(error) and any(
+        p.storage_offset() % 2 for p in module.parameters()
+    ):
+        return (
+            f"model: view_as_complex ({error}): under zero1 and zero2 a weight lies in a buffer "
+            f"behind others, here at an odd place; try: torch.complex(w[..., 0], w[..., 1]), or "
+            f"layout.strategy=ddp or fsdp"
+        )
     if call == "kwargs":
         extra = [key for key in inputs if key not in names]
         if not extra or "unexpected keyword argument" not in str(error):
@@ -325,3 +333,17 @@ def _split_mean_loss(loss: Any) -> Loss:
         return total, (loss.weight[targets.where(valid, 0)] * valid).sum()
 
     return counted
+
+
+def describe_invalid_loss(loss: Any, near: str) -> str:
+    """Return a description of an object that is no valid loss.
+
+    Args:
+        loss: the object.
+        near: an expression that makes a scalar of a tensor with dims.
+    """
+    if not isinstance(loss, torch.Tensor):
+        return type(loss).__name__
+    if loss.dim():
+        return f"a tensor of shape {list(loss.shape)}; try: {near}"
+    return "one without: it is cut off from the model (by .detach(), .item(), torch.no_grad())"

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
 from shoal.trainer.batches.batch_values import has_objects, says_samples
@@ -31,6 +30,13 @@ from shoal.wire import phases
 
 JOINING = -1
 """Index of a pass that only takes part in the collectives of other ranks; its loss has weight 0."""
+JOINING_PASS = (
+    "run.micro_batches: a pass of weight 0 on this rank (micro.index = -1), since other ranks have "
+    "more micro-batches and every pass gathers weights: it changes no gradient, but numbers that "
+    "the loop adds up count its samples twice; try: run.log(name=(sum, count)), or skip them where "
+    "micro.index < 0"
+)
+"""Notice on a pass that keeps ranks together."""
 
 SUMS_LOCK = threading.Lock()
 """Lock for replicas in threads, which add to the same sums."""
@@ -81,13 +87,10 @@ class MicroBatch:
                 try:
                     total.backward()
                 except RuntimeError as error:
-                    if "returned an invalid gradient" not in str(error):
-                        raise
-                    raise ConfigError(
-                        "loss: it uses a tensor that the model computed in an earlier pass, before "
-                        "its weights were split (kept by a forward hook, or in an attribute); try: "
-                        "return it from forward beside the outputs"
-                    ) from error
+                    from shoal.trainer.backward_errors import raise_named_error
+
+                    raise_named_error(error)
+                    raise
                 phases.record_step_part(phases.PASSES)
         self.__dict__.pop("parts", None)  # free the inputs of a finished pass
 

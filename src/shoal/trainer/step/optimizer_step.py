@@ -25,6 +25,7 @@ from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.fabric import World
 from shoal.fabric.device import copy_numbers_to_device
 from shoal.parallel.program import Program, Reducer
+from shoal.trainer._torch import pytree
 from shoal.trainer.step.call_contract import Loss
 from shoal.trainer.step.micro_batch import JOINING, MicroBatch
 from shoal.trainer.step.rank_share import RankShare
@@ -168,8 +169,10 @@ def begin_passes(
         begin()
     sums = torch.zeros(2, dtype=torch.float64, device=program.world.device)
     passes = list(share.micro_batches)
-    if program.together:
-        passes += [(JOINING, share.spare)] * (share.rounds - len(passes))
+    if program.together and len(passes) < share.rounds:
+        # A model that writes its inputs in place would write the user's once more.
+        spare = pytree.tree_map_only(torch.Tensor, torch.clone, share.spare)
+        passes += [(JOINING, spare)] * (share.rounds - len(passes))
     shared = (call, scale, sums, note)
     ready = [MicroBatch(program, loss, step, n, batch, *shared) for n, batch in passes]
     return ready, sums

@@ -100,6 +100,14 @@ def changed_groups_error(held: int, before: int) -> ConfigError:
     )
 
 
+PARTS_IN_GROUPS = (
+    'optimizer: group["params"] was set to another list, and no weight left it: this rank steps '
+    "parts of weights, of which none is a weight of run.model, so a choice by weight chooses "
+    "nothing; try: weight.requires_grad_(False), or the groups before shoal.parallelize"
+)
+"""Notice on a list of parameters that a script has put into a group."""
+
+
 def no_movement_error() -> ConfigError:
     """Return the error for an optimizer whose first step moved nothing."""
     return ConfigError(
@@ -108,11 +116,12 @@ def no_movement_error() -> ConfigError:
     )
 
 
-def own_state_line(layout: str) -> str:
-    """Return the notice on `optimizer.state_dict()` where a rank steps parts of the weights."""
-    return (
+def own_state_error(layout: str) -> ConfigError:
+    """Return the error for `optimizer.state_dict()` where a rank steps parts of the weights."""
+    return ConfigError(
         f"optimizer.state_dict(): under {layout} it holds the state of the weights that this rank "
-        f"steps, and other ranks have the rest; try: run.save(folder), called on every rank"
+        f"steps, which no optimizer can load, and other ranks have the rest; try: run.save(folder) "
+        f"and run.restore(), called on every rank"
     )
 
 
