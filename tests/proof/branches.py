@@ -2,7 +2,7 @@
 
 `make proof PART=branches` runs it, some fifteen minutes on 2 cores: 13 models × fsdp (plain, recompute,
 written-out passes, AdamW) on 2 and 4 ranks, hsdp and fsdp × pp on 4. Results go to
-proof/results/branches.json row by row; what is done stays, --fresh begins anew. Exit status 1 if a
+proof/results/branches.json row by row; rows of this source stay, --fresh begins anew. Exit status 1 if a
 row under fsdp or hsdp is not equal, or a pipeline neither equals one process nor names what it
 refuses.
 """
@@ -53,7 +53,8 @@ def main() -> int:
     torch.set_num_threads(1)
     rows: dict[str, Any] = {}
     if options.out.exists() and not options.fresh:
-        rows = json.loads(options.out.read_text())["rows"]
+        kept = json.loads(options.out.read_text())
+        rows = kept["rows"] if kept["source"] == source_hash() else {}
     references: dict[tuple[str, str], Any] = {}
     for layout, size, way in GROUPS:
         due = [kind for kind in MODELS if f"{kind} · {layout} {size} · {way}" not in rows]
