@@ -69,6 +69,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch = pytest.MonkeyPatch()
     patch.chdir(folder)
     patch.syspath_prepend(str(folder))
+    # A run records the sources of modules that are the user's, by name; pytest has many conftest.py.
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "").name == "conftest.py":
+            patch.delitem(sys.modules, name)
     # The replay of a script sets it, and it is not for the tests after these.
     patch.setenv("SHOAL_FOLDER", "")
     patch.delenv("SHOAL_FOLDER")
