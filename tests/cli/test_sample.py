@@ -79,7 +79,7 @@ def test_a_run_without_a_checkpoint() -> None:
     ("toml", "line"),
     [
         ("", "runs/mine: has no run.toml, so it is no run of `shoal train`, and nothing here builds "
-             "its model; try: shoal checkpoint export runs/mine FOLDER"),
+             "its model; try: shoal checkpoint export runs/mine mine-exported"),
         ("[data]\nsource = 'digits'\n[model]\nname = 'mlp'\n",
          "runs/mine: trained on digits, which is not text; `shoal sample` is for "
          "data.source=stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB and hf:FOLDER"),
@@ -88,7 +88,7 @@ def test_a_run_without_a_checkpoint() -> None:
          "data.source=stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB and hf:FOLDER"),
         ("[data]\nsource = 'tokens:some'\n",
          "runs/mine: trained on tokens:some, tokens whose tokenizer is not known here; try: "
-         "shoal checkpoint export runs/mine FOLDER"),
+         "shoal checkpoint export runs/mine mine-exported"),
     ],
 )  # fmt: skip
 def test_a_run_that_is_not_on_text(toml: str, line: str) -> None:

@@ -82,7 +82,7 @@ def test_one_checkpoint_is_too_few() -> None:
 def test_an_island_that_holds_nothing_is_named_on_all() -> None:
     check_donors(ResumePoint(7, (0, 1, 2)))
     with pytest.raises(CheckpointError, match="island 2: holds no round of this run, island 1 holds"
-                       " round 7; try: shoal train --resume RUN on island 2, .*; only if they are "
+                       " round 7; try: shoal train --resume on island 2, with .*; only if they are "
                        "lost, copy checkpoints/ of island 1's run folder"):  # fmt: skip
         check_donors(ResumePoint(7, (0, 1, 1)))
     with pytest.raises(CheckpointError, match="lost, bring them back from a copy, or start a new"):

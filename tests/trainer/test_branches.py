@@ -141,6 +141,6 @@ def test_one_line_for_a_parent_that_is_none(branches: Any, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="has no branches for an ensemble; try: a run with"):
         list_branches(tmp_path)
     failure = CliRunner().invoke(app, ["sample", str(run)]).exception
-    assert str(failure) == "--prompt: is missing; try: shoal sample RUN --prompt 'The'"
+    assert str(failure) == f"--prompt: is missing; try: shoal sample {run} --prompt 'The'"
     failure = CliRunner().invoke(app, ["sample", str(run), "--ensemble", "--chat"]).exception
     assert "--chat: is of one model, and --ensemble of all branches" in str(failure)

@@ -101,7 +101,10 @@ class SessionEnding:
         return f"steps {self.made - self.lost + 1} – {self.made} are"
 
     def next_command_lines(self, outcome: RunOutcome) -> str:
-        """Return the run folder and the next command, as lines."""
+        """Return the run folder and the next command, as lines; an error may name a better one."""
+        advice = outcome.message.rpartition("; try: ")[2]
+        if outcome.status == "failed" and f"shoal train --resume {self.folder}" in advice:
+            return f"run folder: {self.folder}\nnext: {advice}"
         return next_lines(self.folder, self.status(outcome), outcome.status, self.saved)
 
     def is_empty(self, outcome: RunOutcome) -> bool:

@@ -46,8 +46,8 @@ def key(file: Path = FILE, show: bool = SHOW, label: str = LABEL) -> None:
     made = make_key(file, _clean(label) or socket.gethostname())
     typer.echo(f"{file}: the private key (mode 600); it stays on this machine", err=True)
     typer.echo(
-        f"{file}.pub: the public line, for a file with the lines of all islands; then: shoal train "
-        f"… islands.key={file} islands.keys=THAT_FILE",
+        f"{file}.pub: the public line, for islands.pub with the lines of all islands; then: shoal "
+        f"train … islands.key={file} islands.keys=islands.pub",
         err=True,
     )
     typer.echo(made.line)
@@ -71,7 +71,8 @@ def make_key(file: Path, label: str) -> PublicKey:
         if one.exists():
             raise ConfigError(
                 f"{one}: exists, and a key that others may know is not overwritten; try: shoal "
-                f"islands key OTHER_FILE, or shoal islands key {file} --show"
+                f"islands key {file.with_stem(f'{file.stem}-2')}, or shoal islands key {file} "
+                f"--show"
             )
     private, certificate = _generate()
     made = PublicKey(certificate, label)

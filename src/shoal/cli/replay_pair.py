@@ -220,7 +220,7 @@ def _compare_with_record(run: Path, step: int, file: Path, repeat: Repeat) -> Pa
     record = read_record(file)
     recorded = sorted(record.steps)
     if not recorded:
-        raise ConfigError(f"--against {file}: has no tensors; record it with --record FILE")
+        raise ConfigError(f"--against {file}: has no tensors; record it with --record {file}")
     at = step or recorded[-1]
     if at not in record.steps:
         raise ConfigError(f"--step {at}: {file} has {', '.join(map(str, recorded))}")

@@ -66,7 +66,7 @@ def sample(
         sample_branches(path, prompt, tokens, temperature, seed, as_json=as_json, trust=trust)
         return
     if prompt is None:
-        raise ConfigError("--prompt: is missing; try: shoal sample RUN --prompt 'The'")
+        raise ConfigError(f"--prompt: is missing; try: shoal sample {path} --prompt 'The'")
     checkpoint = list_run_checkpoints(path)[0]
     if (named := run_folder(checkpoint) / "run.toml").is_file():
         load_trusted(named, [], trust=trust)

@@ -194,7 +194,8 @@ def find_checkpoint(
     if any((folder / tag).glob("*model_states.pt")):
         raise ConfigError(
             f"{call}: {folder / tag} was written by DeepSpeed, in pickles; try: "
-            f"shoal checkpoint import {folder} FOLDER, and model.load_state_dict before initialize"
+            f"shoal checkpoint import {folder} {folder.name}-imported, and model.load_state_dict "
+            f"before initialize"
         )
     close = nearest_word(tag, tags) or (tags[-1] if tags else "")
     near = f'tag="{close}"; tags there: {shorten(", ".join(tags))}' if close else "another folder"

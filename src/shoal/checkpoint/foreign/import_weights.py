@@ -152,7 +152,8 @@ def _describe_missing_weights(source: Path) -> str:
     if not source.is_dir():
         return "there is no such file or folder"
     if (source / "checkpoints").is_dir() or (source / FILE_NAME).is_file():
-        return f"is of a run of Shoal; try: shoal checkpoint export {source} FOLDER"
+        export = f"shoal checkpoint export {source} {source.name}-exported"
+        return f"is of a run of Shoal; try: {export}"
     inner = [path for path in sorted(source.iterdir()) if path.is_dir() and detect_kinds(path)]
     files = [path for path in sorted(source.iterdir()) if path.suffix in (".pt", ".pth", ".bin")]
     near = [*inner, *files]

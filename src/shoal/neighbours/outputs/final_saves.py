@@ -379,7 +379,7 @@ def save_and_refuse(run: Run, failure: ConfigError, near: str) -> NoReturn:
         raise ConfigError(f"{why}; try: {near}") from None
     raise ConfigError(
         f"{why}; the weights of step {run.step_count} are in {saved}; try: shoal checkpoint export "
-        f"{UNSAVED} FOLDER; the next time {near}"
+        f"{UNSAVED} {UNSAVED}-exported; the next time {near}"
     ) from None
 
 

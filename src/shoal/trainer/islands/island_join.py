@@ -548,8 +548,8 @@ def check_donors(point: ResumePoint, *, owned: bool = False) -> None:
             lost = "bring them back from a copy, or start a new run" if owned else copy
             raise CheckpointError(
                 f"island {island}: holds no round of this run, island {donor} holds round "
-                f"{point.round}; try: shoal train --resume RUN on island {island}, where RUN is "
-                f"the run folder with its checkpoints; only if they are lost, {lost}"
+                f"{point.round}; try: shoal train --resume on island {island}, with the run folder "
+                f"that has its checkpoints; only if they are lost, {lost}"
             )
 
 

@@ -110,14 +110,14 @@ def read_text_config(folder: Path) -> Config | None:
             return None
         raise ConfigError(
             f"{folder}: has no run.toml, so it is no run of `shoal train`, and nothing here builds "
-            f"its model; try: shoal checkpoint export {folder} FOLDER"
+            f"its model; try: shoal checkpoint export {folder} {folder.name}-exported"
         )
     config = load_config(folder / "run.toml").config
     kind = split_source(config.data.source)[0]
     if kind == "tokens":
         raise ConfigError(
             f"{folder}: trained on {config.data.source}, tokens whose tokenizer is not known here; "
-            f"try: shoal checkpoint export {folder} FOLDER"
+            f"try: shoal checkpoint export {folder} {folder.name}-exported"
         )
     if kind not in (*TEXTS, "mix"):
         raise ConfigError(
