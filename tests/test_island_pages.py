@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,6 +159,61 @@ def test_a_data_centre_joins_and_leaves_as_its_page_says(terminals: Terminals) -
     terminals.wait_for("one", lambda turn: turn["round"] > past)
     assert "connections are encrypted" in terminals.finish("one")
     check_table(terminals, "one")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("terminals", ["data-centres"], indirect=True)
+def test_the_first_data_centre_is_back_with_an_empty_disk(terminals: Terminals) -> None:
+    """By its first command, which names itself alone: the other one dials it."""
+    terminals.run(terminals.block(0))
+    terminals.start("one", terminals.block(1))
+    terminals.wait_for("one", lambda turn: turn["round"] >= 2)
+    terminals.start("two", terminals.block(2))
+    terminals.wait_for("two", lambda turn: len(turn["members"]) == 2)
+    terminals.kill("one")
+    past = terminals.count_rounds("two")
+    shutil.rmtree(terminals.folder / "runs" / "one")
+    terminals.start("one", terminals.block(1))
+    terminals.wait_for("two", lambda turn: turn["round"] > past and len(turn["members"]) == 2)
+    terminals.wait_for("one", lambda turn: turn["round"] > past and len(turn["members"]) == 2)
+    assert min(turn["round"] for turn in terminals.rounds("one")) >= past
+    for name in ("two", "one"):
+        terminals.finish(name)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("terminals", ["data-centres"], indirect=True)
+def test_two_centres_that_went_on_alone_lose_no_weights(terminals: Terminals) -> None:
+    """Both lost the other one, and somebody typed islands.count=1 in both; then they meet again."""
+    terminals.run(terminals.block(0))
+    terminals.start("one", terminals.block(1))
+    terminals.wait_for("one", lambda turn: turn["round"] >= 1)
+    terminals.start("two", terminals.block(2))
+    terminals.wait_for("two", lambda turn: len(turn["members"]) == 2)
+    for name in ("one", "two"):
+        terminals.kill(name)
+    for name in ("one", "two"):
+        past = terminals.count_rounds(name)
+        terminals.start(name, f"shoal train --resume runs/{name} islands.count=1")
+        terminals.wait_for(name, lambda turn, past=past: turn["round"] > past + 1)  # type: ignore[misc]
+        terminals.finish(name)
+    at = ",".join(f"127.0.0.1:{terminals.ports[port]}" for port in ("29400", "29401"))
+    words = f"islands.count=2 islands.at={at}"
+    for index, name in enumerate(("one", "two")):
+        terminals.start(name, f"shoal train --resume runs/{name} {words} islands.index={index}")
+    past = max(map(terminals.count_rounds, ("one", "two")))
+    for name in ("one", "two"):
+        terminals.wait_for(name, lambda turn: turn["round"] > past and len(turn["members"]) == 2)
+    outputs = {name: terminals.finish(name) for name in ("two", "one")}
+    (line,) = [line for line in outputs["one"].splitlines() if "another history" in line]
+    assert "another history" not in outputs["two"], "it was started later"
+    found = re.fullmatch(r"rounds? (\d+)(?: – (\d+))? of this island .* kept in (\S+), .*", line)
+    assert found
+    kept = terminals.folder / found[3]
+    (step, *_) = sorted((kept / "checkpoints").glob("step-*"))
+    terminals.run(f"shoal checkpoint verify {found[3]}")
+    assert step.name in terminals.run(f"shoal checkpoint list {found[3]}")
+    assert f"1. {line}" in terminals.run("shoal diagnose runs/one || true")
 
 
 @pytest.mark.proof

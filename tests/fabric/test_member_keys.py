@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 
 from made_keys import fingerprint, make_keys
 from shoal.base.errors import ConfigError
+from shoal.base.layouts.changing_members import FIRST_WITNESS
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.base.text.event_sentences import event_text
 from shoal.cli.main import app
-from shoal.wire import member_keys
+from shoal.fabric.islands import member_links
+from shoal.wire import authenticated_stream, member_keys
 from shoal.wire.encrypted_socket import EncryptedSocket
 from shoal.wire.member_keys import PublicKey, open_member_keys
 from wire_proxy import TAMPERS, Proxy
@@ -87,7 +89,9 @@ def test_a_key_that_is_not_allowed_is_refused_and_named_on_both_sides(
     until(lambda: any(line.startswith(wanted) for line in first.told))
     until(lambda: any("refuses this island's key " + own in line for line in stranger.told))
     (line,) = [line for line in stranger.told if line.startswith("island 0 at 127.0.0.1")]
-    assert f"try: add the line of {made / '2.key'}.pub to islands.keys there" in line
+    file = f"{made / '2.key'}.pub"
+    assert f"try: send {file} to the people of island 0, who add the line of {file} to" in line
+    assert own in stranger.links.refusals()[0]
     with pytest.raises(PermissionError):
         stranger.links.fetch(0, "change/x")
     assert first.came == []
@@ -201,8 +205,8 @@ def test_two_islands_with_one_key_are_refused_on_both_sides(site: Callable[..., 
     second.open(i0=first.address).send([0], 1)
     until(lambda: first.came == [1])
     third.open(i0=first.address, i1=second.address).send([0, 1], 2)
-    until(lambda: any("islands 1 and 2 have the same key" in line for line in first.told))
-    until(lambda: any("islands 1 and 2 have the same key" in line for line in third.told))
+    until(lambda: any("island 1 and island 2 have the same key" in line for line in first.told))
+    until(lambda: any("island 1 and island 2 have the same key" in line for line in third.told))
     until(lambda: any("have the same key" in line for line in second.told))
     assert (first.came, second.came) == ([1], [])
 
@@ -242,6 +246,60 @@ def test_an_island_without_keys_is_named_by_the_one_that_has_them(
     until(lambda: any(f"island 1 at {bare.address} has no key" in line for line in first.told))
     until(lambda: any("it encrypts (islands.key)" in line for line in bare.told))
     assert bare.came == []
+
+
+def test_an_island_without_keys_is_told_that_it_is_refused(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides wait for the other one's greeting first; nobody dials the newcomer."""
+    monkeypatch.setattr(authenticated_stream, "HELLO_S", 0.3)
+    first, bare = site(0), site(1, plain=True)
+    first.open()
+    bare.open(i0=first.address).send([0], 1)
+    until(lambda: bare.links.refusals())
+    (line,) = [line for line in bare.told if "has no key" in line]
+    assert line.startswith(f"island 0 at {first.address} refuses this island, which has no key: ")
+    assert "try: shoal islands key island.key, and send island.key.pub to the people of" in line
+    until(lambda: any(line.startswith("island 1 at 127.0.0.1 has no key") for line in first.told))
+    assert bare.links.gone([(0, 7)]) == set(), "the island that refuses it lives"
+    assert first.came == []
+
+
+def test_islands_without_keys_are_no_refusal(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is silent for long: whether it encrypts is asked of it alone."""
+    monkeypatch.setattr(authenticated_stream, "HELLO_S", 0.1)
+    bare = site(1, plain=True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        links = bare.open(i0=f"127.0.0.1:{silent.getsockname()[1]}")
+        until(lambda: links._unheard.total() >= member_links.UNHEARD_TRIES)
+        until(lambda: links.is_unreached(0))
+        assert links.refusals() == {}
+    second = site(0, plain=True)
+    second.open()
+    links.learn(0, second.address)
+    links.send([0], 1)
+    until(lambda: second.came == [1])
+
+
+def test_a_witness_is_called_a_witness(site: Callable[..., Site], tmp_path: Path) -> None:
+    """Its number is no island's."""
+    made = site(0).keys._path.parent
+    two = tmp_path / "two.pub"
+    two.write_text("".join((made / f"{index}.key.pub").read_text() for index in range(2)))
+    first, third = site(0, listed=two), site(FIRST_WITNESS, key="2.key")
+    first.open(**{f"i{FIRST_WITNESS}": third.address})
+    third.open(i0=first.address).send([0], 1)
+    until(lambda: any(line.startswith("the witness at 127.0.0.1") for line in first.told))
+    double = site(FIRST_WITNESS, key="1.key")
+    second = site(1)
+    second.open(i0=first.address).send([0], 1)
+    until(lambda: first.came)
+    double.open(i0=first.address).send([0], 2)
+    same = "island 1 and the witness have the same key"
+    until(lambda: any(same in line for line in first.told))
+    assert not [line for line in first.told if str(FIRST_WITNESS) in line]
 
 
 def damaged(folder: Path) -> None:

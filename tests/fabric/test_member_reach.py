@@ -13,9 +13,10 @@ from shoal.base.errors import ClusterError
 from shoal.fabric.islands import member_links
 from shoal.fabric.islands.island_rendezvous import listen_at
 from shoal.fabric.islands.member_links import MemberLinks
-from shoal.islands.changing.lost_members import explain_start
 from shoal.islands.changing.member_driver import MemberDriver
-from shoal.islands.membership.committed_turn import Seat, start_session
+from shoal.islands.changing.member_waits import ResumeCommand, explain_start
+from shoal.islands.changing.session_start import SessionStart
+from shoal.islands.membership.committed_turn import FIRST_WITNESS, Seat, start_session
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.session_meeting import ArrivalReport
 from shoal.islands.membership.turn_messages import Hello
@@ -101,17 +102,47 @@ def test_who_cannot_be_reached_gets_no_seat() -> None:
     assert driver.member.joiners == {3: Seat(3, 1)}
 
 
+class Reached:
+    """Connections of island 3: some members answer, some refuse it."""
+
+    name, addresses = 3, {0: "10.0.0.1:29400", 3: "10.0.0.3:29400"}
+
+    def __init__(self, *answering: int, **refusals: str) -> None:
+        self._answering = {*answering}
+        self._refusals = {int(name[1:]): why for name, why in refusals.items()}
+
+    def answering(self) -> set[int]:
+        return self._answering
+
+    def refusals(self) -> dict[int, str]:
+        return self._refusals
+
+
+def explain(missing: tuple[int, ...], unheard: tuple[tuple[int, int], ...], links: Any) -> str:
+    return explain_start(missing, unheard, links)
+
+
 def test_a_start_names_whose_port_is_closed() -> None:
     """It dials the others, and none of them reaches it; or two others do not reach each other."""
-    told = explain_start((0, 1), (), {0, 1, 2}, "10.0.0.3:29400")
+    told = explain((0, 1), (), Reached(0, 1, 2))
     assert told == (
         "islands 0 and 1 can be reached from here, and nothing arrives at 10.0.0.3:29400; try: "
         "forward that TCP port to this machine (router, firewall)"
     )
-    assert explain_start((0, 1), (), {2}, "10.0.0.3:29400") == "", "they are not there"
-    assert explain_start((), ((2, 1),), {1, 2}, "a:1").startswith(
-        "island 2 hears nothing of island 1"
-    )
+    assert explain((0, 1), (), Reached(2)) == "", "they are not there"
+    assert explain((), ((2, 1),), Reached(1, 2)).startswith("island 2 hears nothing of island 1")
+
+
+def test_a_start_that_is_refused_says_by_whom() -> None:
+    """Also where the others answer: what is refused is what helps."""
+    links = Reached(1, i0="island 0 at 10.0.0.1:29400 refuses this island's key 12ab")
+    assert explain((0, 1), (), links) == "island 0 at 10.0.0.1:29400 refuses this island's key 12ab"
+
+
+def test_a_start_waits_for_a_witness_in_the_right_words() -> None:
+    told = explain((FIRST_WITNESS,), (), Reached())
+    assert told.startswith("it had a seat in the last round")
+    assert "shoal islands witness 10.0.0.1:29400,10.0.0.3:29400 --listen" in told
 
 
 def test_a_start_waits_by_name_for_a_connection_of_two_others() -> None:
@@ -122,7 +153,8 @@ def test_a_start_waits_by_name_for_a_connection_of_two_others() -> None:
         type("M", (), {"changes": type("C", (), {})()})(),  # type: ignore[arg-type]
         PeerDeadline(),
         arrival=ArrivalReport(seats[0], None, "w"),
-        count=3, wait_s=60.0, settings={}, describe=lambda other, name: "",
+        count=3, wait_s=60.0, resume=ResumeCommand("shoal train --resume runs/x"),
+        settings={}, describe=lambda other, name: "",
         provide_state=lambda key, offset, length: None, tell=told.append,
     )  # fmt: skip
 
@@ -135,7 +167,14 @@ def test_a_start_waits_by_name_for_a_connection_of_two_others() -> None:
         def answering(self) -> set[int]:
             return {1, 2}
 
+        def refusals(self) -> dict[int, str]:
+            return {}
+
+        def dialers(self) -> dict[int, str]:
+            return {}
+
     driver.links = Links()
+    driver.session_start = SessionStart(driver.links, told.append)
     for name, heard in ((1, (0, 1, 2)), (2, (0, 2))):
         heard_seats = tuple(seats[one] for one in heard)
         driver._on_arrival(ArrivalReport(seats[name], None, "w", None, heard_seats))

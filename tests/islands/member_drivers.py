@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from shoal.islands.changing.member_driver import MemberDriver
+from shoal.islands.changing.member_waits import ResumeCommand
+from shoal.islands.changing.session_start import SessionStart
 from shoal.islands.membership.committed_turn import Seat, start_session
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.session_meeting import ArrivalReport
@@ -28,6 +30,15 @@ class QuietLinks:
 
     def refusing(self) -> set[int]:
         return self._refusing
+
+    def refusals(self) -> dict[int, str]:
+        return {name: f"island {name} refuses this one" for name in self._refusing}
+
+    def answering(self) -> set[int]:
+        return set()
+
+    def dialers(self) -> dict[int, str]:
+        return {}
 
     def is_removed(self, name: int) -> bool:
         return name in self._removed
@@ -58,6 +69,7 @@ def make_driver(
         arrival=ArrivalReport(seats[index], start, "w"),
         count=count,
         wait_s=wait_s,
+        resume=ResumeCommand("shoal train --resume runs/x"),
         settings={},
         describe=lambda other, name: "",
         provide_state=lambda key, offset, length: None,
@@ -65,4 +77,5 @@ def make_driver(
     )
     links.name = index
     found.links = links  # type: ignore[assignment]
+    found.session_start = SessionStart(found.links, told.append)
     return found, told

@@ -18,14 +18,15 @@ from shoal.base.layouts.changing_members import complete_known_islands, complete
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.cli import start
 from shoal.islands.changing.island_addresses import ADDRESSES, TURN
-from shoal.islands.changing.lost_members import describe_wait
+from shoal.islands.changing.member_waits import ResumeCommand, describe_wait
 from shoal.islands.changing.turn_records import AppliedTurn
 from shoal.islands.membership.committed_turn import FIRST_WITNESS, Seat, start_session
 from shoal.islands.membership.message_json import encode_message
+from shoal.trainer.islands.member_job import _name_resume
 from shoal.trainer.islands.member_rounds import MemberRounds, RoundWork
 from shoal.trainer.islands.member_state import MemberCheckpoints
 
-A, B = "127.0.0.1:29400", "127.0.0.1:29401"
+A, B, C, D = (f"127.0.0.1:{port}" for port in range(29400, 29404))
 LINES = [
     "left: island 1: its process ended; islands of round 8: 2",
     "left: island 2: it said goodbye; islands of round 8: 2",
@@ -156,9 +157,60 @@ def test_addresses_of_the_command_line_stay_and_are_completed() -> None:
 
 
 def test_who_waits_in_vain_for_the_others_names_both_ways_on() -> None:
-    driver, _ = make_driver(0, 2, QuietLinks())
-    member = driver.member.restarted(7, (1,))
-    line = str(ClusterError(describe_wait(member, (1,), 60.0, {0: A, 1: B})))
-    assert f"waited 60 s (islands.wait_s) for island 1 at {B}; try: start island 1" in line
-    assert f"--resume RUN islands.count=2 islands.at={A},{B} with the new one" in line
-    assert line.endswith("without island 1: shoal train --resume RUN islands.count=1")
+    line = wait_in_vain(0, 2, 1, restarted=True)
+    assert f"waited 60 s (islands.wait_s) for island 1 at {B}; try: start island 1, and" in line
+    assert f"--resume runs/x islands.count=2 islands.at={A},{B} with the new one" in line
+    assert line.endswith("without island 1: shoal train --resume runs/x islands.count=1")
+
+
+def wait_in_vain(
+    index: int,
+    count: int,
+    *names: int,
+    restarted: bool = False,
+    refusing: tuple[int, ...] = (),
+    first: tuple[int, ...] = (),
+) -> str:
+    """Return the error of an island of runs/x that waited for others."""
+    links = QuietLinks(refusing=refusing)
+    links.addresses = dict(enumerate((A, B, C, D)[:count]))
+    driver, _ = make_driver(index, count, links)
+    member = driver.member.restarted(7, (1,)) if restarted else driver.member
+    found: Any = links
+    return str(
+        ClusterError(describe_wait(member, names, first or names, 60.0, found, driver.resume))
+    )
+
+
+def test_a_lost_majority_names_the_folder_and_the_command_of_each_that_is_left() -> None:
+    """Of islands 0 to 3 two died; island 2 becomes island 1 of two, at its own address."""
+    line = wait_in_vain(2, 4, 1, 3)
+    assert "RUN" not in line
+    assert "try: start islands 1 and 3, and here: shoal train --resume runs/x; if" in line
+    alone = "islands.count=2 islands.index=1 islands.at="
+    assert line.endswith(f"will not come back: shoal train --resume runs/x {alone}{A},{C}")
+    later = wait_in_vain(2, 4, 0, 1, 3, first=(1, 3))
+    assert "try: start islands 0, 1 and 3" in later
+    assert later.partition("; if ")[2] == line.partition("; if ")[2], "island 0 gave up before it"
+    line = wait_in_vain(1, 2, 0)
+    assert line.endswith("will not come back: shoal train --resume runs/x islands.count=1")
+
+
+def test_the_islands_of_one_command_go_on_by_their_number_alone() -> None:
+    whole = ResumeCommand("shoal train --resume runs/x", is_whole=True)
+    assert whole.without(2, [0, 2], {0: A, 2: C}) == "shoal train --resume runs/x islands.count=2"
+    own = _name_resume(Path("runs/my run"))
+    assert own == ResumeCommand("shoal train --resume 'runs/my run'")
+
+
+def test_who_is_refused_reads_that_in_the_last_line_too() -> None:
+    line = wait_in_vain(0, 2, 1, restarted=True, refusing=(1,))
+    assert line == "islands: waited 60 s (islands.wait_s) for island 1: island 1 refuses this one"
+
+
+def test_a_witness_with_a_seat_is_started_again() -> None:
+    """`islands.count=1` does not help: the witness is awaited in any case."""
+    line = wait_in_vain(0, 1, FIRST_WITNESS, restarted=True)
+    assert "for the witness: it had a seat in the last round" in line
+    assert "try: start the witness, on any machine: shoal islands witness" in line
+    assert "islands.count" not in line

@@ -214,6 +214,21 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
         "longer than a stop may",
         "shoal checkpoint list RUN",
     ),
+    "an island that waited for another one": (
+        [
+            (
+                "worker_died",
+                {
+                    **DIED,
+                    "traceback": "ClusterError: islands: waited 60 s "
+                    "(islands.wait_s) for island 1 at 10.0.0.1:1; try: start island 1",
+                },
+            )
+        ],
+        "waited 60 s (islands.wait_s) for island 1",
+        "other islands were not there",
+        "shoal islands show RUN",
+    ),
     "an island that is gone": (
         [("island_lost", {"islands": [2], "after_s": 3.0, "round": 4})],
         "island 2 was lost in round 5, after 3.0 s without a word",
@@ -221,6 +236,45 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
         "tail -n 50 RUN/logs/*",
     ),
 }
+
+
+def left_in(number: int, *joined: int, **left: str) -> tuple[str, dict[str, Any]]:
+    """A round after which islands have no seat; i2="its process ended"."""
+    whys = {name[1:]: f"island {name[1:]}: {why}" for name, why in left.items()}
+    return "round_committed", {"round": number, "left": whys, "joined": list(joined), "step": 9}
+
+
+def test_an_island_that_left_is_named_with_its_round_and_how(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    found = diagnose(
+        run_of(
+            tmp_path,
+            left_in(3, i1="its process ended"),
+            left_in(4, 1),
+            left_in(5, i2="its process ended"),
+            left_in(7, i1="no change of it came in time"),
+            left_in(8, i0="it said goodbye"),
+        )
+    )
+    assert [(one.what, one.over, one.advice) for one in found] == [
+        ("island 1 left in round 3: its process ended; it is back", True, False),
+        ("island 2 left in round 5: its process ended", True, False),
+        ("island 1 left in round 7: no change of it came in time", True, False),
+        ("island 0 left in round 8: it said goodbye", False, True),
+    ]
+    assert found[0].command == f"shoal islands show {tmp_path}"
+    text = findings_text(tmp_path, found)
+    assert "island 2 left in round 5: its process ended; the run went on by itself" in text
+    assert "note: island 0 left in round 8: it said goodbye" in text
+
+
+def test_an_island_that_waits_for_others_says_so_until_they_meet(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    text = "no majority of the last round's islands, …: waits for island 1, at most 600 s"
+    waits = ("notice", {"text": text})
+    (found,) = diagnose(run_of(tmp_path / "a", waits))
+    assert (found.kind, found.what, found.over) == ("island_wait", text, False)
+    assert not diagnose(run_of(tmp_path / "b", waits, left_in(3)))
 
 
 @pytest.mark.parametrize("case", CASES)

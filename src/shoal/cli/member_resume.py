@@ -25,8 +25,9 @@ def complete_islands(overrides: list[str], kept: IslandsPolicy, folder: Path) ->
         return completed
     from shoal.islands.changing.island_addresses import list_last_islands, read_addresses
 
-    names = list_last_islands(folder, _read_newest_record(folder))
     known, resume = read_addresses(folder), f"shoal train --resume {folder}"
+    # Without a checkpoint, and so without a turn, all islands that it knew may train on.
+    names = list_last_islands(folder, _read_newest_record(folder)) or tuple(sorted(known))
     return complete_known_islands(completed, kept, names, known, resume)
 
 

@@ -31,7 +31,7 @@ from shoal.view.diagnosis.continuation import (
 )
 from shoal.view.diagnosis.death_rules import ALLOCATOR, WATCHED
 from shoal.view.diagnosis.end_rules import diagnose_damage, diagnose_end
-from shoal.view.diagnosis.event_rules import LEFT_OUT, LOOKS
+from shoal.view.diagnosis.event_rules import LEFT_ISLAND, LEFT_OUT, LOOKS
 from shoal.view.diagnosis.finding import RunFinding
 from shoal.view.diagnosis.folder_evidence import (
     FolderEvidence,
@@ -53,8 +53,10 @@ __all__ = (
     "read_continuation",
 )
 
-NOTES = ("resumed", "fragmentation")
+NOTES = ("resumed", "fragmentation", LEFT_ISLAND)
 """Advice that does not concern speed."""
+OTHER_NUMBERS = re.compile(r"(?<!island )(?<!\d)\d+")
+"""Numbers in which findings may differ and still be repeats: all but those of an island."""
 NEIGHBOURS = 64
 """Events before a death in which the same death of another rank is looked for."""
 LEAST_STEPS = 50
@@ -141,7 +143,7 @@ def _merge_repeats(found: Iterable[RunFinding]) -> list[RunFinding]:
     kept: dict[tuple[Any, ...], tuple[RunFinding, int]] = {}
     for one in found:
         # Each unreadable sample is a loss of its own.
-        what = one.what if one.kind == LEFT_OUT else re.sub(r"\d+", "#", one.what)
+        what = one.what if one.kind == LEFT_OUT else OTHER_NUMBERS.sub("#", one.what)
         key = (one.kind, str(one.rank), what, one.why)
         before = kept.pop(key, None)
         kept[key] = one, 1 if before is None else before[1] + 1

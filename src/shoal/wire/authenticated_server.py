@@ -63,6 +63,9 @@ class AuthenticatedServer:
         tell: called once, with one line on the first refused stranger; None: the line is logged.
     """
 
+    WHERE = "the store of this run"
+    """Words for this server in a refusal."""
+
     def __init__(
         self,
         listener: socket.socket,
@@ -93,7 +96,7 @@ class AuthenticatedServer:
         if not self._told:
             self._told = True
             self._tell(
-                f"somebody at {peer.address} was refused at the store of this run: {why}; "
+                f"somebody at {peer.address} was refused at {self.WHERE}: {why}; "
                 "further ones are not told"
             )
 

@@ -15,6 +15,7 @@ Source: TLS 1.3, RFC 8446
 from __future__ import annotations
 
 import contextlib
+import socket
 import ssl
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -71,6 +72,28 @@ def is_refusal(failure: ssl.SSLError) -> bool:
 def is_plain(failure: ssl.SSLError) -> bool:
     """Return whether the other side does not encrypt."""
     return (failure.reason or "").startswith(PLAIN_REASONS)
+
+
+def accepts_tls(connection: socket.socket, claim: str) -> bool:
+    """Return whether the other side of a new connection encrypts; the connection is closed.
+
+    Args:
+        claim: server name that the other side reads.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        tls = context.wrap_socket(connection, server_hostname=claim)
+    except ssl.SSLError as failure:
+        return "_ALERT_" in (failure.reason or "")
+    except OSError:
+        return False
+    finally:
+        connection.close()
+    with tls, contextlib.suppress(OSError):
+        tls.recv(1)  # until the other side misses a certificate, and reports that
+    return True
 
 
 class EncryptedSocket:

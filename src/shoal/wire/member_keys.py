@@ -25,6 +25,7 @@ import contextlib
 import hashlib
 import os
 import re
+import socket
 import ssl
 import stat
 import threading
@@ -35,11 +36,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError
+from shoal.base.layouts.changing_members import name_member
 from shoal.wire.encrypted_socket import (
     AlteredConnectionError,
     EncryptedSocket,
     KeyRefusedError,
     OwnKeyRefusedError,
+    accepts_tls,
     is_plain,
     is_refusal,
 )
@@ -54,6 +57,8 @@ CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE---
 NAMELESS = "its key is not in"
 """Words of a refusal whose fingerprint this side does not know."""
 CLAIM = re.compile(r"island-(\d{1,6})\.([0-9a-f]{16})")
+NO_KEY = "0" * 16
+"""Fingerprint in the claim of an island that has no key."""
 
 
 def fingerprint(certificate: bytes) -> str:
@@ -219,20 +224,20 @@ class MemberKeys:
         """Return why a key may not take part as member `name`; "" if it may."""
         shown = fingerprint(certificate)
         if not self.allows(certificate):
-            return self._describe_unknown(f"island {name}", shown)
+            return self._describe_unknown(name_member(name), shown)
         with self._lock:
             held = {**self._holders, self.name: self.own.certificate}
             same = [other for other, one in held.items() if one == certificate and other != name]
             if same:
-                both = sorted((same[0], name))
+                one, other = map(name_member, sorted((same[0], name)))
                 return (
-                    f"islands {both[0]} and {both[1]} have the same key {shown}; try: {MAKE} "
-                    f"on one of them, and its public line for all"
+                    f"{one} and {other} have the same key {shown}; try: {MAKE} on one of them, "
+                    f"and its public line for all"
                 )
             before = held.get(name, certificate)
             if before != certificate and (name == self.name or self.allows(before)):
                 return (
-                    f"two keys are island {name}: {fingerprint(before)}, known before, and "
+                    f"two keys are {name_member(name)}: {fingerprint(before)}, known before, and "
                     f"{shown}; try: if the machine of the first is gone, take its line out of "
                     f"{self.where} on every other island; else another islands.index"
                 )
@@ -342,19 +347,22 @@ class MemberKeys:
         self, failure: ssl.SSLError, greets: bool, name: int | None, at: str, shown: str
     ) -> OSError:
         """Return the error, with its line, of a connection that TLS ended."""
-        whom = f"somebody at {at}" if name is None else f"island {name} at {at}"
+        whom = f"{'somebody' if name is None else name_member(name)} at {at}"
         if isinstance(failure, ssl.SSLCertVerificationError):
             return KeyRefusedError(self._describe_unknown(whom, shown))
         if is_refusal(failure):
-            own, line = self.own.fingerprint, f"the line of {self._path}.pub to islands.keys"
+            own = self.own.fingerprint
+            people = "the people there" if name is None else f"the people of {name_member(name)}"
+            line = f"the line of {self._path}.pub to the file of islands.keys ({self.where} here)"
             if name in self.known_to:
                 return OwnKeyRefusedError(
                     f"{whom} took this island's key {own} out of its list: this island is shut "
-                    f"out there; try: ask the people of island {name}; if it was a mistake, they "
-                    f"add {line}"
+                    f"out there; try: ask {people}; if it was a mistake, they add "
+                    f"{line}"
                 )
             return OwnKeyRefusedError(
-                f"{whom} refuses this island's key {own}; try: add {line} there"
+                f"{whom} refuses this island's key {own}, which is not in its list; try: send "
+                f"{self._path}.pub to {people}, who add {line}"
             )
         if (greets and is_plain(failure)) or failure.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
             return KeyRefusedError(
@@ -415,6 +423,27 @@ def open_member_keys(
         )
     own = Path(key.replace("{index}", str(index)))
     return MemberKeys(index, own, [Path(path) for path in keys.split(",")], tell)
+
+
+def refuse_without_key(own: int, name: int, connection: socket.socket, at: str) -> None:
+    """Raise an error if member `name` encrypts, and so refuses this one, which has no key.
+
+    The other side reports a connection without a key, and by its claim whose.
+
+    Args:
+        own: this member's number · connection: a new one, which is closed · at: its address.
+
+    Raises:
+        OwnKeyRefusedError: it encrypts.
+    """
+    if accepts_tls(connection, f"island-{own}.{NO_KEY}"):
+        whom = name_member(name)
+        raise OwnKeyRefusedError(
+            f"{whom} at {at} refuses this island, which has no key: connections there are "
+            f"encrypted; try: {MAKE} island.key, and send island.key.pub to the people of {whom}, "
+            f"who add its line to the file of islands.keys and send you that file; then "
+            f"islands.key=island.key islands.keys=islands.pub here"
+        )
 
 
 def _note_claim(tls: Any, claim: str | None, context: ssl.SSLContext) -> None:

@@ -26,6 +26,20 @@ ONLY: dict[str, Any] = {"data": "shared", "fragments": 1, "overlap": 0, "regions
 
 MOST_PORT = 65535
 
+GOODBYE = "it said goodbye"
+"""Why an island left whose user stopped it."""
+FIRST_WITNESS = 10_000
+"""Numbers of members from here on are those of witnesses."""
+
+
+def name_member(number: int) -> str:
+    """Return the name of a member for a person.
+
+    >>> name_member(2), name_member(10_000)
+    ('island 2', 'the witness')
+    """
+    return f"island {number}" if number < FIRST_WITNESS else "the witness"
+
 
 def list_addresses(at: str) -> dict[int, str]:
     """Return the address of every island of `islands.at`, by its number.
@@ -189,6 +203,12 @@ def check_changing_members(policy: Any, is_address: Callable[[str], bool]) -> No
             f"islands.least={policy.count}"
         )
     given = list_addresses(policy.at).values()
+    if len(given) > policy.count and all(map(is_address, given)):
+        raise ConfigError(
+            f"islands.at = {policy.at}: {len(given)} addresses for islands.count = {policy.count}; "
+            f"with islands.least each island has one; try: islands.count={len(given)}, which looks "
+            f"for the others first, or this island's own address alone, which begins without them"
+        )
     if given and (len(given) != policy.count or not all(map(is_address, given))):
         raise ConfigError(
             f"islands.at = {policy.at}: with islands.least an address of each of the "

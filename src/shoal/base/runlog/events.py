@@ -48,6 +48,7 @@ EVENTS = {
     "islands_met": "an island joined the others: count, owners, at, encrypted (by islands.key)",
     "round_committed": "islands merged: round, who, of owners, tokens, bytes, seconds, digest",
     "round_discarded": "a merge did not happen, on no island: round, why",
+    "rounds_dropped": "another history of the run goes on: first, last, folder (of checkpoints)",
     "island_refused": "a change did not count: island, why",
     "island_lost": "others are silent and this island stops: islands, after_s, round",
     "notice": "one line for the user: text; opening: importance before the first step, short",

@@ -332,6 +332,18 @@ def _discarded(event: Record) -> str:
     )
 
 
+def _dropped(event: Record) -> str:
+    first, last = event.get("first"), event.get("last")
+    which = f"round {last}" if first == last else f"rounds {first} – {last}"
+    others = "are not those of" if event.get("known") else "are not known to"
+    return (
+        f"{which} of this island {others} the islands that it meets, which are at round "
+        f"{event.get('goes_on')} of another history of this run, started later: it takes their "
+        f"weights; its own checkpoints are kept in {event.get('folder')}, a run folder for `shoal "
+        f"checkpoint export`"
+    )
+
+
 def _refused(event: Record) -> str:
     return f"{event.get('why')}: refused, the others merged without it"
 
@@ -356,6 +368,7 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "islands_met": _met,
     "round_committed": _merged,
     "round_discarded": _discarded,
+    "rounds_dropped": _dropped,
     "island_refused": _refused,
 }
 """Events that are printed; the others stay in the log."""

@@ -1,4 +1,4 @@
-"""Idle connections to other members: the next request needs no new connection and no handshake.
+"""Idle connections to other members: the next fetch needs no new connection and no handshake.
 
     one       per rank of a member: the connection of the last finished fetch
     not used  at another address, after IDLE_S, or where `is_allowed` says no
@@ -9,13 +9,17 @@ connections, and the one that ends last is closed.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from shoal.base.layouts.changing_members import name_member
 from shoal.wire.authenticated_stream import AuthenticatedConnection
 
+ANSWER_S = 10.0
+"""Longest wait for an answer, and for a piece."""
 IDLE_S = 60.0
 """Longest idle time: routers forget a silent connection without a word to its ends."""
 
@@ -83,3 +87,30 @@ class IdleConnections:
     def _is_usable(self, name: int, address: str, found: _IdleConnection) -> bool:
         is_recent = time.monotonic() - found.since_s < IDLE_S
         return found.address == address and is_recent and self._is_allowed(name, found.connection)
+
+
+def receive_pieces(
+    line: AuthenticatedConnection,
+    name: int,
+    key: str,
+    first: Any,
+    interrupted: Callable[[], bool],
+) -> bytes | None:
+    """Return the bytes of a key, all pieces of it; None if the other side has them not.
+
+    Args:
+        first: answer to the request for the first piece.
+    """
+    answer, found = first, bytearray()
+    while answer is not None:
+        size, length, digest = answer
+        piece = line.receive_bytes(length, ANSWER_S)
+        if hashlib.sha256(piece).hexdigest() != digest:
+            raise ConnectionError(f"{name_member(name)}: a piece of {key} was altered")
+        found += piece
+        if len(found) >= size or not piece:
+            return bytes(found)
+        if interrupted():
+            raise InterruptedError(f"{name_member(name)}: {key} is not wanted any more")
+        answer = line.ask(["piece", key, len(found)], ANSWER_S)
+    return None

@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.base.layouts.changing_members import rank_address
-from shoal.fabric.islands.idle_connections import IdleConnections
+from shoal.base.layouts.changing_members import name_member, rank_address
+from shoal.fabric.islands.idle_connections import ANSWER_S, IdleConnections, receive_pieces
 from shoal.fabric.islands.island_rendezvous import listen_at, parse_address
 from shoal.wire.authenticated_server import AuthenticatedServer, Peer
 from shoal.wire.authenticated_stream import AuthenticatedConnection
@@ -41,15 +41,19 @@ from shoal.wire.encrypted_socket import (
     OwnKeyRefusedError,
     StreamSocket,
 )
-from shoal.wire.member_keys import NAMELESS, MemberKeys
+from shoal.wire.member_keys import NAMELESS, MemberKeys, refuse_without_key
 
-BEAT_S, CONNECT_S, ANSWER_S = 0.5, 3.0, 10.0
+BEAT_S, CONNECT_S = 0.5, 3.0
 PIECE_BYTES = 1 << 20
+DIALED_S = 5.0
+"""Seconds after its last beat for which a member counts as one that dials this one."""
 STALE_S = 10.0
 """Age from which a message is not sent any more: of an hour's messages the last ones count."""
 MOST_LINES = 50
 """Most different lines about refused connections: a stranger may come from many addresses."""
-PLACE = re.compile(r"^(island \d+) at \S+")
+PLACE = re.compile(r"^(island \d+|the witness) at \S+")
+UNHEARD_TRIES = 2
+"""Connections without a greeting after which a member without keys asks if the other encrypts."""
 NAMELESS_TRIES = 4
 """Refusals without a fingerprint before a line: the other direction mostly brings it meanwhile."""
 
@@ -94,6 +98,8 @@ class MemberLinks:
         self.token, self.keys = b"" if keys else token, keys
         self.refusing_are_gone = False
         self._tell, self._told, self._nameless = tell, set[str](), Counter[str]()
+        self._unheard = Counter[str]()
+        self._dialers: dict[int, tuple[str, float]] = {}
         self._idle = IdleConnections(
             lambda name, line: not self.find_problem(name, line.connection)
         )
@@ -129,6 +135,10 @@ class MemberLinks:
     def refusing(self) -> set[int]:
         """Return the members that refuse this one's key; their processes live."""
         return {name for name, line in self._lines.copy().items() if line.is_refused}
+
+    def refusals(self) -> dict[int, str]:
+        """Return why members refuse this one: name → a line with what to do."""
+        return {name: one.refusal for name, one in self._lines.copy().items() if one.refusal}
 
     def answering(self) -> set[int]:
         """Return the members that answered this one's last message."""
@@ -166,6 +176,17 @@ class MemberLinks:
                 line.close()
         self._line(name)
 
+    def note_dialer(self, name: int, address: str) -> None:
+        """Note that a member is connected to this one: a beat of it came, or a message."""
+        self._dialers[name] = address, time.monotonic()
+
+    def dialers(self) -> dict[int, str]:
+        """Return the addresses of the members that dial this one; some may be unknown otherwise."""
+        since_s = time.monotonic() - DIALED_S
+        return {
+            name: at for name, (at, heard_s) in self._dialers.copy().items() if heard_s > since_s
+        }
+
     def fetch(
         self,
         name: int,
@@ -187,7 +208,7 @@ class MemberLinks:
         try:
             line, first = self._ask_first_piece(name, address, key, lane)
             try:
-                found = _receive_pieces(line, name, key, first, interrupted)
+                found = receive_pieces(line, name, key, first, interrupted)
             except BaseException:
                 line.close()
                 raise
@@ -241,10 +262,19 @@ class MemberLinks:
             OSError: it is not reached, or one side refuses the other; ConfigError for another
                 token.
         """
-        connection: StreamSocket = socket.create_connection(parse_address(at), timeout=CONNECT_S)
         if self.keys is not None:
-            connection = self.keys.connect(connection, name, at)
-        return AuthenticatedConnection(connection, self.token, at)
+            encrypted = self.keys.connect(_dial(at), name, at)
+            return AuthenticatedConnection(encrypted, self.token, at)
+        if self._unheard[at] >= UNHEARD_TRIES:  # both sides wait for the other one's greeting
+            refuse_without_key(self.name, name, _dial(at), at)
+        connection = _dial(at)
+        try:
+            found = AuthenticatedConnection(connection, self.token, at)
+        except (TimeoutError, ConnectionError):
+            self._unheard[at] += 1
+            raise
+        del self._unheard[at]
+        return found
 
     def report(self, failure: Exception) -> None:
         """Report a refused or altered connection, each line once."""
@@ -288,6 +318,10 @@ class MemberLinks:
         return self._lines[name]
 
 
+def _dial(at: str) -> socket.socket:
+    return socket.create_connection(parse_address(at), timeout=CONNECT_S)
+
+
 class _PeerLine:
     """Sender of messages and beats to one member, in a thread."""
 
@@ -295,6 +329,7 @@ class _PeerLine:
         self.links, self.name, self.address = links, name, links.addresses[name]
         self.outbox: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
         self.is_gone, self.is_refused, self.is_silent, self.boot = False, False, False, -1
+        self.refusal = ""
         self._closed = threading.Event()
         self._connection: AuthenticatedConnection | None = None
         self.thread = threading.Thread(target=self._run, name=f"island-{name}", daemon=True)
@@ -328,21 +363,25 @@ class _PeerLine:
                     self._connection = links.connect(self.name, self.address)
                 answer = self._connection.ask(request, ANSWER_S)
                 if isinstance(answer, str):
-                    raise OwnKeyRefusedError(f"island {self.name} at {self.address}: {answer}")
+                    whom = name_member(self.name)
+                    raise OwnKeyRefusedError(f"{whom} at {self.address}: {answer}")
                 self.boot = max(self.boot, int(answer))
                 self.is_gone = self.is_refused = self.is_silent = False
+                self.refusal = ""
                 if links.keys is not None:
                     links.keys.known_to.add(self.name)
                 return
             except AlteredConnectionError as failure:
                 self._drop()  # somebody on the way: its process lives
                 links.report(failure)
-            except ConnectionError:
+            except ConnectionError as failure:
                 self._drop()
                 self.is_gone, self.is_refused = True, False
+                if isinstance(failure, ConnectionRefusedError):
+                    self.refusal = ""  # nobody listens there any more
             except OwnKeyRefusedError as failure:
                 self._drop()
-                self.is_gone, self.is_refused = False, True
+                self.is_gone, self.is_refused, self.refusal = False, True, str(failure)
                 links.report(failure)
                 return
             except (OSError, ConfigError, ValueError, TypeError) as failure:
@@ -359,6 +398,8 @@ class _PeerLine:
 
 class _MemberServer(AuthenticatedServer):
     """Server of one member's address, in a thread until `end`."""
+
+    WHERE = "this island's port"
 
     def __init__(
         self,
@@ -405,7 +446,7 @@ class _MemberServer(AuthenticatedServer):
         if self._links.keys is None:
             super().report_refusal(peer, why)
         elif why:
-            named = why.startswith(("island ", "islands ", "an island ", "somebody "))
+            named = why.startswith(("island ", "an island ", "the witness ", "somebody "))
             self._links.report_line(why if named else f"somebody at {peer.address}: {why}")
 
     def _refresh_keys(self) -> None:
@@ -427,6 +468,7 @@ class _MemberServer(AuthenticatedServer):
                     self.answer(peer, problem)
                     return
                 self.answer(peer, self._links.boot)
+                self._links.note_dialer(name, address)
                 if message is not None:
                     self._on_message(name, address, message)
             case ["piece", str(key), int(offset)]:
@@ -440,30 +482,3 @@ class _MemberServer(AuthenticatedServer):
                 self.answer(peer, [size, len(piece), digest], piece)
             case _:
                 raise ValueError("not one of a member's requests")
-
-
-def _receive_pieces(
-    line: AuthenticatedConnection,
-    name: int,
-    key: str,
-    first: Any,
-    interrupted: Callable[[], bool],
-) -> bytes | None:
-    """Return the bytes of a key, all pieces of it; None if the other side has them not.
-
-    Args:
-        first: answer to the request for the first piece.
-    """
-    answer, found = first, bytearray()
-    while answer is not None:
-        size, length, digest = answer
-        piece = line.receive_bytes(length, ANSWER_S)
-        if hashlib.sha256(piece).hexdigest() != digest:
-            raise ConnectionError(f"island {name}: a piece of {key} was altered")
-        found += piece
-        if len(found) >= size or not piece:
-            return bytes(found)
-        if interrupted():
-            raise InterruptedError(f"island {name}: {key} is not wanted any more")
-        answer = line.ask(["piece", key, len(found)], ANSWER_S)
-    return None

@@ -24,12 +24,18 @@ from shoal.islands.changing.grace_windows import GraceWindow
 from shoal.islands.changing.lost_members import (
     describe_absent,
     describe_left_out,
+    list_unreachable,
+)
+from shoal.islands.changing.member_waits import (
+    UNKNOWN,
+    ResumeCommand,
+    WaitReport,
     describe_wait,
     explain_shortage,
     explain_start,
-    list_unreachable,
 )
 from shoal.islands.changing.rank_merges import RankMerges
+from shoal.islands.changing.session_start import SessionStart
 from shoal.islands.changing.turn_records import AppliedTurn, OfferedChange, join_turns
 from shoal.islands.membership.committed_turn import CommittedTurn, Seat, is_witness, name_members
 from shoal.islands.membership.island_member import IslandMember
@@ -71,6 +77,7 @@ class MemberDriver:
         member: this process, with the newest turn on its disk.
         merges: of this island's ranks; this process is rank 0.
         links: opened by `start`, with this driver's callbacks.
+        resume: command that goes on with this island's run folder.
         settings: must be equal on all members, by key.
         describe: compares settings with those of another: an error text, "" if they agree.
         provide_state: bytes of this member's saved state by key (`MemberLinks`).
@@ -85,6 +92,7 @@ class MemberDriver:
         arrival: ArrivalReport,
         count: int,
         wait_s: float,
+        resume: ResumeCommand,
         settings: dict[str, Any],
         describe: Callable[[dict[str, Any], int], str],
         provide_state: Callable[[str, int, int], tuple[int, bytes] | None],
@@ -93,7 +101,8 @@ class MemberDriver:
         self.member, self.merges, self.patience = member, merges, patience
         self.meeting: SessionMeeting | None = SessionMeeting(arrival, count)
         self._arrival, self._held, self._count = arrival, arrival.held, count
-        self.wait_s, self.settings, self.describe = wait_s, settings, describe
+        self.wait_s, self.resume = wait_s, resume
+        self.settings, self.describe = settings, describe
         self.provide_state, self.tell = provide_state, tell
         self.is_healthy = True
         self._asked: Merge | None = None
@@ -105,12 +114,13 @@ class MemberDriver:
         self.changes = merges.changes
         self.changes.notify = lambda digest: self._events.put(("fetched", digest))
         self._awaits: tuple[int, ...] = ()
+        self._first_lost: tuple[int, ...] = ()
         self._named: set[tuple[int, ...]] = set()
         self._lost_since_s = time.monotonic()
         self._seats: tuple[Seat, ...] = ()
         self._welcomed_s = -SESSION_S
         self._done: set[int] = set()
-        self._is_wait_told = self._had_seat = False
+        self._had_seat, self._waits = False, WaitReport(wait_s, tell)
         self._reasons: dict[int, str] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="island-member", daemon=True)
@@ -120,6 +130,7 @@ class MemberDriver:
     def start(self, links: MemberLinks) -> None:
         """Start the thread that runs the members' protocol."""
         self.links = self.changes.links = links
+        self.session_start = SessionStart(links, self.tell)
         self._thread.start()
 
     def wait_for_turn(self, interrupted: Callable[[], bool]) -> AppliedTurn | None:
@@ -276,6 +287,8 @@ class MemberDriver:
                 f"{name_members(apart)}: the weights before round 1 are not those of island "
                 f"{self.member.seat.name}; try: the same model, seed and versions on all islands"
             )
+        if not self.session_start.allows(self.meeting):
+            return
         lost, fact = self.meeting.find_lost(), self.meeting.begin(self.member)
         if fact is not None and lost is not None:
             self.tell(
@@ -313,7 +326,7 @@ class MemberDriver:
     def _note_wait(self, names: tuple[int, ...]) -> None:
         """Begin to wait for members without which nobody goes on."""
         if not self._awaits:
-            self._waits_since_s = time.monotonic()
+            self._waits_since_s, self._first_lost = time.monotonic(), names
             self._named.clear()
         if names not in self._named:
             self._named.add(names)
@@ -321,7 +334,7 @@ class MemberDriver:
             self.tell(
                 f"{explain_shortage(self.member)}: waits for {whom}, at most {self.wait_s:g} s"
             )
-        self._awaits = names or (-1,)
+        self._awaits = names or UNKNOWN
 
     def _send(self, names: tuple[int, ...], message: Any) -> None:
         self.links.send(names, encode_message(message))
@@ -374,8 +387,8 @@ class MemberDriver:
         now_s, member, fact = time.monotonic(), self.member, self.member.fact
         self._note_lost(list_unreachable(member, self.links), now_s)
         if self._awaits and now_s - self._waits_since_s > self.wait_s:
-            where = self.links.addresses
-            raise ClusterError(describe_wait(self.member, self._awaits, self.wait_s, where))
+            names = self._awaits, self._first_lost
+            raise ClusterError(describe_wait(member, *names, self.wait_s, self.links, self.resume))
         if (self._awaits and needs_common_start(member, set(self._awaits), self.links)) or (
             fact is not None and self._is_superseded(fact)
         ):
@@ -417,6 +430,7 @@ class MemberDriver:
     def _greet(self) -> None:
         """Ask for a seat in a running session; before one, start it if all are there."""
         is_running = self._is_running()
+        running = self.session_start.ask_running(self.meeting)
         if self.meeting is None and not (is_running or self.member.leaves):
             self._restart_member()  # it lost its seat, and then the session ended
         self._report()
@@ -428,14 +442,10 @@ class MemberDriver:
         elif self.meeting is not None:
             self._on_arrival(self.meeting.own)
             missing, unheard = self.meeting.missing(), self.meeting.find_unheard()
-            self._awaits = missing or tuple(sorted({name for name, _ in unheard}))
-            late = time.monotonic() - self._waits_since_s > TOLD_S
-            if self._awaits and late and not self._is_wait_told:
-                self._is_wait_told = True
-                own, answering = self.links.addresses[self.links.name], self.links.answering()
-                why = explain_start(missing, () if missing else unheard, answering, own)
-                line = f"waits for {name_members(self._awaits)}, at most {self.wait_s:g} s"
-                self.tell(f"{line}; {why}" if why else line)
+            self._awaits = missing or running or tuple(sorted({name for name, _ in unheard}))
+            if self._awaits and time.monotonic() - self._waits_since_s > TOLD_S:
+                why = explain_start(missing, () if missing else unheard, self.links)
+                self._waits.report(self._awaits, why)
 
     def _is_running(self) -> bool:
         return time.monotonic() - self._welcomed_s < SESSION_S

@@ -29,15 +29,12 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
+from shoal.base.layouts.changing_members import FIRST_WITNESS, name_member
 from shoal.islands.commit_vote import name_islands
 from shoal.islands.sample_ranges import SampleRange, SampleStream, drop_consumed
 
 Dealing = int | Callable[[SampleStream, Sequence[float | None]], Sequence[int]]
 """Samples of a member in a turn: as many for each, or by the stream and the members' speeds."""
-
-
-FIRST_WITNESS = 10_000
-"""Names from here on are those of witnesses."""
 
 
 def is_witness(name: int) -> bool:
@@ -53,7 +50,7 @@ def name_members(names: Iterable[int]) -> str:
     """
     ordered = sorted(names)
     islands = [name for name in ordered if not is_witness(name)]
-    witnesses = ["the witness"] if len(ordered) > len(islands) else []
+    witnesses = [name_member(FIRST_WITNESS)] if len(ordered) > len(islands) else []
     return " and ".join(([name_islands(islands)] if islands else []) + witnesses)
 
 

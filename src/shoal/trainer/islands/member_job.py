@@ -11,9 +11,12 @@ An island of several processes listens at one port for each. Its first rank take
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import UNSAVED_CODE, ConfigError
@@ -33,6 +36,7 @@ from shoal.fabric.rendezvous.rendezvous_store import is_loopback
 from shoal.islands.changing.change_merge import ChangeMerge
 from shoal.islands.changing.island_ranks import IslandRanks
 from shoal.islands.changing.member_driver import MemberDriver
+from shoal.islands.changing.member_waits import ResumeCommand
 from shoal.islands.changing.rank_merges import RankMerges
 from shoal.islands.membership.committed_turn import Dealing, Seat
 from shoal.islands.membership.island_member import IslandMember
@@ -51,7 +55,7 @@ from shoal.trainer.state.replaced_folder import save_if_deleted
 from shoal.wire.member_keys import MAKE, MemberKeys, open_member_keys
 from shoal.wire.run_token import TOKEN, read_token
 
-STOPPED = 143
+RUN, STOPPED = "run.toml", 143
 END_S = 10.0
 """Longest time for which an island that is ready waits for the others to learn the last turn."""
 
@@ -206,6 +210,7 @@ def open_member_rounds(
             arrival=ArrivalReport(seat, held, start),
             count=policy.count,
             wait_s=policy.wait_s,
+            resume=_name_resume(checkpoints.root.parent),
             settings=alike,
             describe=lambda other, name: describe_settings(alike, other, policy.index, name),
             provide_state=checkpoints.provide,
@@ -223,6 +228,16 @@ def open_member_rounds(
     rounds = MemberRounds(run, joined, loader, ranks, checkpoints, last)
     ranks.start(links)
     return rounds
+
+
+def _name_resume(folder: Path) -> ResumeCommand:
+    """Return the command that goes on with the run of an island's folder.
+
+    The folders of islands that one command started lie in that of their run.
+    """
+    is_whole = bool(re.fullmatch(r"island-\d+", folder.name) and (folder.parent / RUN).exists())
+    whole = folder.parent if is_whole else folder
+    return ResumeCommand(f"shoal train --resume {shlex.quote(str(whole))}", is_whole)
 
 
 def _make_merge(joined: IslandConnection) -> ChangeMerge:

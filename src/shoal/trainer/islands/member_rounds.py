@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 
 from shoal.base.errors import CheckpointError, ConfigError, TrainingError
+from shoal.base.layouts.changing_members import GOODBYE
 from shoal.data.loading.loader import Loader
 from shoal.islands.changing.island_ranks import IslandRanks, RankWork
 from shoal.islands.changing.turn_records import AppliedTurn
@@ -173,6 +174,7 @@ class MemberRounds:
             self._report_left_out(turn, known)
         if turn.heal and not (turn.train or self.index in fact.names()):
             return True  # it has no seat yet: with one it heals
+        self.checkpoints.check_history(fact, known, heals=turn.heal)
         if turn.heal and not self.checkpoints.heal(fact):
             return False
         common.round, common.digest = fact.round, fact.weights
@@ -315,7 +317,7 @@ def describe_coming_and_going(
 
 def _why_gone(name: int) -> str:
     """Return why a member that is no absent island has no seat any more."""
-    how = "it does not answer" if is_witness(name) else "it said goodbye"
+    how = "it does not answer" if is_witness(name) else GOODBYE
     return f"{name_members([name])}: {how}"
 
 

@@ -1,6 +1,7 @@
 """Checkpoints of an island whose fellow islands come and go: given to others, taken from them.
 
     state/round/ROUND/DIGEST   step of the checkpoint with these merged weights
+    state/history              digest of each round that the island committed
     state/STEP/NAME/RANGES     bytes of a file of it, in pieces with a hash each (`member_links.py`)
 
 The manifest has a hash of every slice, so a restore finds what was altered anywhere on the way. The
@@ -30,6 +31,13 @@ from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.changing.change_merge import join_digests
 from shoal.islands.changing.island_addresses import ADDRESSES, TURN, read_later_turn
 from shoal.islands.changing.member_driver import STATE
+from shoal.islands.changing.round_history import (
+    HistoryFork,
+    decode_history,
+    encode_history,
+    find_fork,
+    read_history,
+)
 from shoal.islands.membership.committed_turn import CommittedTurn, is_witness
 from shoal.islands.membership.message_json import decode_message, encode_message
 from shoal.islands.sample_ranges import SampleStream
@@ -73,6 +81,7 @@ class MemberCheckpoints:
 
     Attributes:
         held: digest of the merged weights of the newest checkpoint.
+        restored: turn of the newest checkpoint at this start; None without one.
         has_newer: whether the members went on from a turn, as the first rank knows it.
     """
 
@@ -83,6 +92,9 @@ class MemberCheckpoints:
         self.root: Path = run.recorder.folder / "checkpoints"
         self.links: MemberLinks | None = None
         self.held = ""
+        self.restored: CommittedTurn | None = None
+        self._aside: Path | None = None
+        self._history = b""
         self._renamed: dict[str, str] = {}
         self._addresses: dict[int, str] = {}
         self.has_newer: Callable[[CommittedTurn], bool] = lambda fact: False
@@ -110,7 +122,8 @@ class MemberCheckpoints:
             if self.ranks.all_true(turn is not None and not problem) and turn is not None:
                 turn = self._rename_fixed(turn)
                 self.held = turn.weights  # a later turn that is found has the same
-                return self.find_later(turn)
+                self.restored = self.find_later(turn)
+                return self.restored
             if self.ranks.is_first:
                 emit("notice", text=f"{problem}; kept as {quarantine(folder).name}")
             self.ranks.all_true(True)
@@ -199,6 +212,10 @@ class MemberCheckpoints:
     def provide(self, key: str, offset: int, length: int) -> tuple[int, bytes] | None:
         """Return bytes of a checkpoint for another island; called in other threads."""
         match key.removeprefix(STATE).split("/"):
+            case ["history"]:
+                if not offset:  # later pieces are of the same bytes
+                    self._history = encode_history(read_history(self.root.parent))
+                return len(self._history), self._history[offset : offset + length]
             case ["round", number, digest]:
                 text = self._find_step(number, digest)
                 return None if text is None else (len(text), text[offset : offset + length])
@@ -248,6 +265,77 @@ class MemberCheckpoints:
                 )
             time.sleep(HEAL_TRY_S)
 
+    def check_history(self, fact: CommittedTurn, own: CommittedTurn | None, *, heals: bool) -> None:
+        """Keep this island's own checkpoints if a turn is of another history of the run.
+
+        A collective of the island's ranks. `heal` moves the checkpoints, once it has the turn's
+        weights.
+
+        Args:
+            fact: a turn that this island takes · own: its newest one; None: that of its disk.
+            heals: it takes the weights of another island.
+
+        Raises:
+            ConfigError: the other islands begin anew, and this one has rounds.
+        """
+        own = own or self.restored
+        if own is None or not own.round or not 0 <= own.session != fact.session:
+            return
+        if fact.round and not heals:
+            return
+        if fact.round == 0:
+            raise ConfigError(
+                f"islands: the others begin a new run at round 0, and this island has "
+                f"{own.round} rounds ({self.root.parent}), so nothing is replaced; try: stop the "
+                f"others, and start them with empty run folders beside this island; or another "
+                f"run.name here, for the new run"
+            )
+        if self.ranks.is_first and self._aside is None:
+            fork = self._find_fork(fact, own)
+            if fork is not None:
+                self._announce_fork(fork, fact)
+        self.ranks.all_true(True)
+
+    def _find_fork(self, fact: CommittedTurn, own: CommittedTurn) -> HistoryFork | None:
+        """Return the rounds of this island that the other islands' history lacks."""
+        links, other = self.links, dict[int, str]()
+        last = own.round - 1  # rounds are told from 0
+        mine = {last: own.weights} | read_history(self.root.parent)
+        names = dict.fromkeys(
+            [*fact.committers, *fact.names(), *(links.addresses if links else ())]
+        )
+        for name in names:
+            if links is None or name == links.name or is_witness(name) or last in other:
+                continue
+            with contextlib.suppress(OSError, ConfigError, KeyError, ValueError):
+                if found := links.fetch(name, f"{STATE}history"):
+                    other = decode_history(found) | other
+        return find_fork(mine, other | {fact.round - 1: fact.weights}, last)
+
+    def _announce_fork(self, fork: HistoryFork, fact: CommittedTurn) -> None:
+        """Say what happens to this island's rounds and weights, before they are replaced."""
+        folder = self.root.parent / f"set-aside-round-{fork.last}"
+        while folder.exists():
+            folder = folder.with_name(f"{folder.name}-again")
+        kept = folder / "checkpoints"
+        kept.mkdir(parents=True)
+        with contextlib.suppress(OSError):
+            shutil.copy(self.root.parent / "run.toml", folder)
+        self._aside = kept
+        self.run.recorder.events.emit(
+            "rounds_dropped",
+            first=fork.first,
+            last=fork.last,
+            goes_on=fact.round,
+            known=fork.is_known,
+            folder=str(folder),
+        )
+
+    def _drop(self, checkpoint: Path) -> None:
+        """Move a checkpoint away that the run does not need; of another history, keep it."""
+        aside = None if self._aside is None else self._aside / checkpoint.name
+        checkpoint.rename(aside or make_temporary_path(checkpoint))
+
     def _find_or_copy(self, fact: CommittedTurn, problem: str) -> tuple[int, str]:
         """Return the step of a turn's checkpoint on this disk, −1 and a reason without one."""
         try:
@@ -274,9 +362,10 @@ class MemberCheckpoints:
                 quarantine(step_folder(self.root, step))
         elif not problem:
             self.held = fact.weights
-            for later in list_checkpoints(self.root) if self.ranks.is_first else ():
-                if later.step > step:
-                    later.path.rename(make_temporary_path(later.path))
+            for other in list_checkpoints(self.root) if self.ranks.is_first else ():
+                if other.step > step or (self._aside is not None and other.step != step):
+                    self._drop(other.path)
+            self._aside = None
         self.ranks.all_true(True)
         return problem
 
@@ -314,7 +403,7 @@ class MemberCheckpoints:
         try:
             copy_checkpoint(folder, fetch)
             if final.exists():
-                final.rename(make_temporary_path(final))
+                self._drop(final)
             folder.rename(final)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)

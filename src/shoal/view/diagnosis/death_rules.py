@@ -62,6 +62,11 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         "shoal diagnose {all}",
     ),
     (
+        r"islands: .*waited [\d.]+ s \(islands\.wait_s\)",
+        "other islands were not there; it is no cause of its own",
+        "shoal islands show {run}",
+    ),
+    (
         r"calls os\._exit",
         "code of the user's, or a library's, ends that process; the run was not done",
         "tail -n 50 {log}",

@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+from shoal.base.layouts.changing_members import GOODBYE
 from shoal.base.runlog.damaged_lines import Record
 from shoal.base.text.event_sentences import (
     event_text,
@@ -19,7 +20,10 @@ from shoal.view.diagnosis.death_rules import diagnose_death
 from shoal.view.diagnosis.finding import EventDiagnosis, RunFinding, rank_of, step_of
 from shoal.view.script_lines import has_restarted
 
-LEFT_OUT = "sample_left_out"
+LEFT_OUT, LEFT_ISLAND = "sample_left_out", "island_left"
+WAITS = re.compile(r"waits for .*, at most [\d.]+ s")
+"""Notice of an island without which others may not go on."""
+OTHERS_WENT_ON = "its process, its machine or the link to it failed; the others went on"
 
 
 def _diagnose_hang(event: Record, after: list[Record], folder: Path) -> RunFinding:
@@ -116,10 +120,15 @@ NOTICES: tuple[tuple[str, str, str, str], ...] = (
     (r"is tried again", "loader", "a read failed, and may not the next time", "dmesg -T | tail"),
 )
 """(pattern of a notice, the kind of finding, its cause, the next command)."""
+MET = ("islands_met", "round_committed", "run_started")
+"""Events after which no island waits as before."""
 
 
 def _diagnose_notice(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
     text = str(event.get("text", ""))
+    if WAITS.search(text) and not any(one.get("event") in MET for one in after):
+        show = f"shoal islands show {shlex.quote(str(folder))}"
+        return RunFinding("island_wait", text, "too few islands are there to go on", show)
     for pattern, kind, why, command in NOTICES:
         if re.search(pattern, text):
             rank = re.search(r"rank (\d+)", text)
@@ -241,6 +250,28 @@ def _diagnose_lost_island(event: Record, after: list[Record], folder: Path) -> R
     )
 
 
+def _diagnose_left_islands(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
+    """Diagnose islands that come and go: who left in a round. A goodbye is no fault."""
+    left = [str(why) for why in (event.get("left") or {}).values()]
+    if not left:
+        return None
+    said = [why.partition(": ")[::2] for why in left]
+    how = "; ".join(f"{whom} left in round {event['round']}: {why}" for whom, why in said)
+    names = {int(name) for name in event["left"]}
+    joined = {name for one in after for name in one.get("joined") or ()}
+    is_back = names <= joined
+    is_goodbye = all(why == GOODBYE for _, why in said)
+    return RunFinding(
+        LEFT_ISLAND,
+        how + ("; it is back" if is_back and len(names) == 1 else ""),
+        "somebody stopped it" if is_goodbye else OTHERS_WENT_ON,
+        f"shoal islands show {shlex.quote(str(folder))}",
+        step=event.get("step"),
+        over=not is_goodbye,
+        advice=is_goodbye,
+    )
+
+
 LOOKS: dict[str, EventDiagnosis] = {
     "worker_died": diagnose_death,
     "hang": _diagnose_hang,
@@ -269,6 +300,12 @@ LOOKS: dict[str, EventDiagnosis] = {
     ),
     "notice": _diagnose_notice,
     "island_lost": _diagnose_lost_island,
+    "round_committed": _diagnose_left_islands,
+    "rounds_dropped": _diagnosis_from_text(
+        "rounds_dropped",
+        "an island began on an empty disk, or went on alone, while others trained on",
+        "shoal checkpoint list {folder}",
+    ),
     "island_refused": _diagnosis_from_text("island_refused", "its change is not like the others'"),
     "round_discarded": _diagnosis_from_text(
         "round_discarded", "islands could not agree on a merge"

@@ -15,7 +15,7 @@ from shoal.base.text.units import count_text
 from shoal.islands.membership.committed_turn import is_witness
 
 Record = dict[str, Any]
-ENDED = ("round_committed", "round_discarded")
+ENDED, DROPPED = ("round_committed", "round_discarded"), "rounds_dropped"
 
 
 @dataclass
@@ -63,7 +63,7 @@ def collect_members(events_of: Mapping[int, Iterable[Record]]) -> list[RoundMemb
     rounds: dict[tuple[int, int], RoundMembers] = {}
     for island, events in events_of.items():
         tries: dict[int, int] = {}
-        for event in events:
+        for event in _omit_dropped(events):
             if event.get("event") not in ENDED or not isinstance(event.get("round"), int):
                 continue
             number, committed = event["round"], event["event"] == ENDED[0]
@@ -73,6 +73,17 @@ def collect_members(events_of: Mapping[int, Iterable[Record]]) -> list[RoundMemb
             one = rounds.setdefault(key, RoundMembers(number, committed))
             _add_event(one, island, event)
     return [rounds[key] for key in sorted(rounds)]
+
+
+def _omit_dropped(events: Iterable[Record]) -> list[Record]:
+    """Return the events without rounds that another history of the run replaced."""
+    kept: list[Record] = []
+    for event in events:
+        first = event.get("first")
+        if event.get("event") == DROPPED and isinstance(first, int):
+            kept = [one for one in kept if one.get("event") not in ENDED or one["round"] < first]
+        kept.append(event)
+    return kept
 
 
 def _add_event(one: RoundMembers, island: int, event: Record) -> None:
