@@ -87,6 +87,7 @@ def test_a_key_that_is_not_allowed_is_refused_and_named_on_both_sides(
     own = fingerprint(made, 2)
     wanted = f"island 2 at 127.0.0.1 was refused: its key {own} is not in {two}"
     until(lambda: any(line.startswith(wanted) for line in first.told))
+    assert any("try: if you know it, add the line of its .pub file" in x for x in first.told)
     until(lambda: any("refuses this island's key " + own in line for line in stranger.told))
     (line,) = [line for line in stranger.told if line.startswith("island 0 at 127.0.0.1")]
     file = f"{made / '2.key'}.pub"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from member_drivers import QuietLinks, make_driver
 
+from made_keys import make_keys
 from shoal.base.errors import ClusterError, ConfigError
 from shoal.base.layouts.changing_members import complete_known_islands, complete_lone_island
 from shoal.base.layouts.island_options import IslandsPolicy
@@ -22,7 +23,7 @@ from shoal.islands.changing.member_waits import ResumeCommand, describe_wait
 from shoal.islands.changing.turn_records import AppliedTurn
 from shoal.islands.membership.committed_turn import FIRST_WITNESS, Seat, start_session
 from shoal.islands.membership.message_json import encode_message
-from shoal.trainer.islands.member_job import _name_resume
+from shoal.trainer.islands.member_job import _name_resume, _open_keys
 from shoal.trainer.islands.member_rounds import MemberRounds, RoundWork
 from shoal.trainer.islands.member_state import MemberCheckpoints
 
@@ -206,6 +207,20 @@ def test_the_islands_of_one_command_go_on_by_their_number_alone() -> None:
 def test_who_is_refused_reads_that_in_the_last_line_too() -> None:
     line = wait_in_vain(0, 2, 1, restarted=True, refusing=(1,))
     assert line == "islands: waited 60 s (islands.wait_s) for island 1: island 1 refuses this one"
+
+
+def test_an_island_that_its_own_list_lacks_says_so(tmp_path: Path) -> None:
+    make_keys(tmp_path, 2)
+    listed = tmp_path / "own.pub"
+    listed.write_bytes((tmp_path / "0.key.pub").read_bytes())
+    told: list[str] = []
+    run: Any = SimpleNamespace(recorder=SimpleNamespace(notice=told.append))
+    for index in range(2):
+        key = str(tmp_path / f"{index}.key")
+        _open_keys(run, IslandsPolicy(at=f"{A},{B}", index=index, key=key, keys=str(listed)))
+    own, other = told
+    assert own.endswith(f"and 1 may join ({listed})")
+    assert other.endswith(f"and 1 may join ({listed}), and this one is none of them")
 
 
 def test_a_witness_with_a_seat_is_started_again() -> None:

@@ -381,8 +381,8 @@ class MemberKeys:
             )
         key = f"its key {shown} is not in" if shown else NAMELESS
         return (
-            f"{whom} was refused: {key} {self.where} (islands.keys); try: add the line "
-            f"of its .pub file there"
+            f"{whom} was refused: {key} {self.where} (islands.keys); try: if you know it, add the "
+            f"line of its .pub file there"
         )
 
     def _stamps(self) -> tuple[tuple[int, ...], ...]:

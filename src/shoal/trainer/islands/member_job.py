@@ -273,9 +273,10 @@ def _open_keys(run: Run, policy: IslandsPolicy) -> MemberKeys | None:
     keys = open_member_keys(policy.key, policy.keys, policy.index, tell)
     host, _ = parse_address(list_addresses(policy.at)[policy.index])
     if keys is not None:
+        lacks = "" if keys.allows(keys.own.certificate) else ", and this one is none of them"
         tell(
             f"islands.key: connections are encrypted; this island's key is {keys.own.fingerprint}, "
-            f"and {keys.count} may join ({keys.where})"
+            f"and {keys.count} may join ({keys.where}){lacks}"
         )
     elif not is_loopback(host):
         open_to = "" if read_token(os.environ) else ", and whoever reaches a port can join the run"
