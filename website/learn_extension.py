@@ -19,7 +19,7 @@ import translated_pages
 from browser_zip import write_zip
 from docutils import nodes
 from docutils.parsers.rst import Directive
-from page_values import ROLE, page_problems
+from page_values import ROLE, page_problems, source_title
 from sphinx.application import Sphinx
 from sphinx.search.zh import SearchChinese
 from sphinx.util import logging
@@ -60,8 +60,9 @@ class ValueRole(SphinxRole):
         if found is None:
             message = self.inliner.reporter.error(f"{{value}}`{self.text}` has no <source>")
             return [], [message]
-        source = found[2].strip()
-        title = f"computed: {source[1:].strip()}" if source.startswith("=") else f"from {source}"
+        chinese = self.config.language == "zh_CN"
+        words = translated_pages.translations("widgets") if chinese else {}
+        title = source_title(found[2].strip(), words)
         return [nodes.abbreviation(found[1], found[1], explanation=title, classes=["value"])], []
 
 

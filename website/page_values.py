@@ -72,6 +72,24 @@ class Session:
         )
 
 
+def source_title(source: str, words: dict[str, str]) -> str:
+    """Return the title over a figure, which names its source.
+
+    Args:
+        words: translations; none on an English page.
+
+    >>> source_title("= 6 * 2", {}), source_title("a.json#b", {"from ": "来源："})
+    ('computed: 6 * 2', '来源：a.json#b')
+    """
+
+    def say(english: str) -> str:
+        return words.get(english, english)
+
+    if source.startswith("="):
+        return say("computed: ") + source[1:].strip()
+    return say("from ") + source
+
+
 def needs_torch(words: list[str]) -> bool:
     """Return whether a plan is of a model or machine that torch must look at."""
     plain = words[1] != "plan" or "--table" in words or "--on" in words

@@ -11,6 +11,7 @@ A changed English message is marked fuzzy by `update`; a test fails until it is 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT / "src") not in sys.path:
     sys.path.append(str(ROOT / "src"))
 
+from shoal.base.errors import PlanError  # noqa: E402
+from shoal.base.plans.timeline import Timeline  # noqa: E402
 from shoal.teach.browser import WALKS  # noqa: E402
 from shoal.teach.drawings.timeline_svg import timeline_svg  # noqa: E402
 from shoal.teach.drawings.walk_svg import walk_svg  # noqa: E402
@@ -63,7 +66,9 @@ PAGES = {
 DRAWN = ("ddp", "zero", "fsdp", "tp", "cp", "ep", "local_steps")
 """Walks in the drawings of these pages, as committed in docs/drawings."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe")
-SCRIPTS = ("static/learn.js", "static/python.js", "learn_extension.py")
+COUNTS = ((4, 8), (2, 4), (4, 2), (4, 1), (1, 8), (1, 1))
+"""Ranks and micro-batches of schedules: usual ones, few micro-batches, one of either."""
+SCRIPTS = ("static/learn.js", "static/python.js", "learn_extension.py", "page_values.py")
 SWITCH = ("[中文](README.zh-CN.md)", "[English](README.md)")
 """The README's link to the other language, in English and in Chinese."""
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
@@ -127,11 +132,17 @@ def drawing_texts() -> Iterator[tuple[str, str]]:
             blank = WordTranslation(dict.fromkeys(map(message_key, walk_texts(walk)), "-"))
             yield from _keys(svg_texts(walk_svg(blank.walk(walk))), f"drawing of {name}")
     for name in SCHEDULES:
-        for ranks, micro in ((4, 8), (2, 4)):
-            line = pipeline(name, PipelineCase(ranks=ranks, micro_batches=micro))
-            yield from _keys(timeline_texts(line), f"shoal simulate {name}")
-            blank = WordTranslation(dict.fromkeys(map(message_key, timeline_texts(line)), "-"))
-            yield from _keys(svg_texts(timeline_svg([blank.timeline(line)])), f"drawing of {name}")
+        for ranks, micro in COUNTS:
+            with contextlib.suppress(PlanError):  # not every schedule allows few micro-batches
+                line = pipeline(name, PipelineCase(ranks=ranks, micro_batches=micro))
+                yield from _schedule_texts(name, line)
+
+
+def _schedule_texts(name: str, line: Timeline) -> Iterator[tuple[str, str]]:
+    """Yield the keys of all texts in the drawing of a schedule."""
+    yield from _keys(timeline_texts(line), f"shoal simulate {name}")
+    blank = WordTranslation(dict.fromkeys(map(message_key, timeline_texts(line)), "-"))
+    yield from _keys(svg_texts(timeline_svg([blank.timeline(line)])), f"drawing of {name}")
 
 
 def _keys(texts: list[str], place: str) -> Iterator[tuple[str, str]]:

@@ -262,7 +262,7 @@ def try_exercises(browser: Browser, address: str) -> list[str]:
                 return form.querySelector("output").textContent;
               };
               const [value, reason] = one.mistakes[0];
-              const right = document.documentElement.lang.startsWith("zh") ? " 正确。" : " is right. ";
+              const right = document.documentElement.lang.startsWith("zh") ? "”正确。" : " is right. ";
               return [one.name, type(String(one.answer)).includes(right),
                 type(String(value)).includes(reason)];
             })

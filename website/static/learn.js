@@ -78,8 +78,8 @@
         ["billions", t("parameters, billion"), 1, 100, 7, 1],
         ["power", t("ranks"), 0, 10, 3, 1],
       ],
-      lines: (v) => ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"].map(
-        (name, stage) => `${name}: ${bytes(f.stateBytes(stage, 2 ** v.power, v.billions * 1e9))}`),
+      lines: (v) => ["DDP", "ZeRO-1", "ZeRO-2", t("ZeRO-3, FSDP")].map(
+        (name, stage) => name + t(": ") + bytes(f.stateBytes(stage, 2 ** v.power, v.billions * 1e9))),
     },
     bubble: {
       title: t("Bubble of GPipe and 1F1B"),

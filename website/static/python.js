@@ -71,6 +71,8 @@
     return add("input", box, "", { type: "number", min: least, max: most, value: first });
   }
 
+  const whole = (field) => Math.trunc(Number(field.value));
+
   async function show(place, request) {
     const out = place.querySelector("output"), picture = place.querySelector(".picture");
     out.className = "";
@@ -101,14 +103,15 @@
       });
       const author = add("button", row, t("Show the author's"), { type: "button" });
       author.addEventListener("click", async () => {
-        const answer = await ask({ what: "author", number: Number(number.value) });
+        const answer = await ask({ what: "author", number: whole(number) });
         if (answer.code) code.value = answer.code;
       });
-      return () => ({ what: "puzzle", number: Number(number.value), code: code.value });
+      return () => ({ what: "puzzle", number: whole(number), code: code.value });
     },
     walk(place, row) {
-      const ranks = numberField(row, t("ranks"), 2, Number(place.dataset.most ?? 8), Number(place.dataset.ranks ?? 4));
-      return () => ({ what: "walk", name: place.dataset.name, ranks: Number(ranks.value) });
+      const label = place.dataset.name === "local-steps" ? t("islands") : t("ranks");
+      const ranks = numberField(row, label, 2, Number(place.dataset.most ?? 8), Number(place.dataset.ranks ?? 4));
+      return () => ({ what: "walk", name: place.dataset.name, ranks: whole(ranks) });
     },
     plan(place, row) {
       const box = add("label", row, `${t("model")} `);
@@ -117,7 +120,7 @@
       model.value = "llama-3-8b";
       const machines = add("input", add("label", row, `${t("machines")} `), "", { type: "text", size: 16, value: "8xH100-80GB" });
       const samples = numberField(row, t("samples per step"), 1, 100000, 512);
-      return () => ({ what: "plan", model: model.value, machines: machines.value, samples: Number(samples.value) });
+      return () => ({ what: "plan", model: model.value, machines: machines.value, samples: whole(samples) });
     },
     pipeline(place, row) {
       const box = add("label", row, `${t("schedule")} `);
@@ -125,7 +128,7 @@
       for (const one of ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe"]) add("option", name, one);
       name.value = "1f1b";
       const ranks = numberField(row, t("ranks"), 2, 16, 4), micro = numberField(row, t("micro-batches"), 1, 64, 8);
-      return () => ({ what: "pipeline", name: name.value, ranks: Number(ranks.value), micro_batches: Number(micro.value) });
+      return () => ({ what: "pipeline", name: name.value, ranks: whole(ranks), micro_batches: whole(micro) });
     },
   };
 

@@ -84,7 +84,7 @@ def draw_pipeline(name: str, words: WordTranslation, **numbers: Any) -> dict[str
         PlanError: an unknown schedule, or numbers that it does not allow.
     """
     line = words.timeline(pipeline(name, PipelineCase(**numbers)))
-    lines = [f"{k}: {v}" for k, v in line.facts.items()]
+    lines = [f"{name}{words.text(': ')}{figure}" for name, figure in line.facts.items()]
     return {"svg": words.svg(timeline_svg([line])), "lines": lines}
 
 
@@ -138,7 +138,7 @@ def plan_model(model: str, machines: str, samples: int, words: WordTranslation) 
         samples: of an optimizer step.
 
     Raises:
-        PlanError: an unknown model or machine, or a batch that no layout divides.
+        PlanError: an unknown model or machine, or a batch below 1 or that no layout divides.
     """
     # Only here: a page without the planner does not pay for its import.
     from shoal.base.estimates.estimate import PlanningCase
@@ -154,6 +154,8 @@ def plan_model(model: str, machines: str, samples: int, words: WordTranslation) 
     from shoal.forecast.search.plan_document import plan_record
     from shoal.forecast.search.search_space import SearchSpace
 
+    if samples < 1:
+        raise PlanError(f"train.batch = {samples}: must be more than 0; try: train.batch=1")
     cluster, shape = parse_machines(machines), published_shape(model)
     sequence = shape.positions or min(shape.context or LONGEST, LONGEST)
     facts, narrow = (

@@ -52,6 +52,7 @@ class Timeline:
     Attributes:
         facts: name → figure, printed under a drawing: makespan, bubble, peak.
         held_unit: unit of `memory`: "bytes", or a word (micro-batches, numbers).
+        member: name of one row: rank, or island.
     """
 
     title: str
@@ -61,6 +62,7 @@ class Timeline:
     unit: str = "s"
     facts: dict[str, str] = field(default_factory=dict)
     held_unit: str = "bytes"
+    member: str = "rank"
 
     @property
     def end_s(self) -> float:

@@ -53,9 +53,14 @@ LANES = ("compute", "link")
 
 @dataclass(frozen=True)
 class TimelineRow:
-    """One row of a drawing: the ranks it stands for, one lane of them, and its spans."""
+    """One row of a drawing: the ranks it stands for, one lane of them, and its spans.
+
+    Attributes:
+        group: name of the ranks; `name` is that of the lane in their second row.
+    """
 
     name: str
+    group: str
     ranks: tuple[int, ...]
     lane: str
     spans: tuple[TimelineSpan, ...]
@@ -100,18 +105,23 @@ def rank_groups(timeline: Timeline) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in groups.values()]
 
 
-def group_name(ranks: Sequence[int]) -> str:
+def group_name(ranks: Sequence[int], member: str = "rank") -> str:
     """Return the name of a group of ranks.
+
+    Args:
+        member: of the timeline: rank, or island.
 
     >>> group_name([2]), group_name([0, 1, 2]), group_name([0, 4, 8]), group_name(range(0, 64, 2))
     ('rank 2', 'ranks 0–2', 'ranks 0 4 8', 'ranks 0 2 4 … 62')
+    >>> group_name([0, 1], "island")
+    'islands 0–1'
     """
     if len(ranks) == 1:
-        return f"rank {ranks[0]}"
+        return f"{member} {ranks[0]}"
     if ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]}–{ranks[-1]}"
+        return f"{member}s {ranks[0]}–{ranks[-1]}"
     shown = [str(rank) for rank in ranks]
-    return f"ranks {' '.join(shown if len(shown) < 5 else [*shown[:3], '…', shown[-1]])}"
+    return f"{member}s {' '.join(shown if len(shown) < 5 else [*shown[:3], '…', shown[-1]])}"
 
 
 def drawn_spans(timeline: Timeline) -> list[TimelineSpan]:
@@ -129,10 +139,10 @@ def make_rows(timeline: Timeline) -> list[TimelineRow]:
     used = [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
     result = []
     for ranks in rank_groups(timeline):
+        group = group_name(ranks, timeline.member)
         for place, lane in enumerate(used):
             spans = tuple(by_place.get((ranks[0], lane), ()))
-            name = group_name(ranks) if place == 0 else lane
-            result.append(TimelineRow(name, ranks, lane, spans))
+            result.append(TimelineRow(lane if place else group, group, ranks, lane, spans))
     return result
 
 

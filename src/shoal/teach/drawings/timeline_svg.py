@@ -229,7 +229,7 @@ def _box(
     label, stage = micro_batch_and_stage(span)
     words = (kind.word, label, "" if stage is None else f"of stage {stage}")
     says = (
-        f"{group_name(row.ranks)}: {' '.join(filter(None, words))}, "
+        f"{row.group}: {' '.join(filter(None, words))}, "
         f"from {span.start_s * times:.4g} to {span.end_s * times:.4g} {name}"
     )
     if span.note:
@@ -273,7 +273,7 @@ def _curves(
             f'<path class="curve" d="{"".join(points)}"/>',
             f'<line class="grid" x1="{left:.1f}" x2="{left + end_s * per_s:.1f}" '
             f'y1="{base:.1f}" y2="{base:.1f}"/>',
-            svg_text(SIDE, y + high / 2 + TEXT * 0.36, group_name(ranks)),
+            svg_text(SIDE, y + high / 2 + TEXT * 0.36, group_name(ranks, timeline.member)),
             svg_text(left + end_s * per_s + 8, y + high / 2 + TEXT * 0.36, peak),
         ]
         y = base + GAP + 2

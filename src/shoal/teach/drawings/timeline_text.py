@@ -192,12 +192,13 @@ def _peaks(timeline: Timeline, most: float, *, coloured: bool) -> list[Text]:
     if not timeline.memory:
         return []
     groups, most_of = rank_groups(timeline), peak_by_rank(timeline)
-    margin = max(len(group_name(ranks)) for ranks in groups) + 2
+    names = [group_name(ranks, timeline.member) for ranks in groups]
+    margin = max(map(len, names)) + 2
     lines = [Text("most held at once", style="bold")]
-    for ranks in groups[:MOST_ROWS]:
+    for name, ranks in list(zip(names, groups, strict=True))[:MOST_ROWS]:
         peak = most_of[ranks[0]]
         bar = ("█" if coloured else "#") * (round(BAR * peak / most) if most else 0)
-        line = Text(group_name(ranks).ljust(margin))
+        line = Text(name.ljust(margin))
         line.append(bar.ljust(BAR), style=CURVE_FILL if coloured else "")
         lines.append(line.append(f"  {amount_text(timeline, peak)}"))
     return lines

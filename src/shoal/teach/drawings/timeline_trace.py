@@ -74,7 +74,7 @@ def _names(timeline: Timeline, first: int, prefix: str) -> list[Event]:
     for rank in range(timeline.ranks):
         pid = first + rank
         about: list[tuple[str, int, Event]] = [
-            ("process_name", 0, {"name": f"{prefix}rank {rank}"}),
+            ("process_name", 0, {"name": f"{prefix}{timeline.member} {rank}"}),
             ("process_sort_index", 0, {"sort_index": pid}),
         ]
         for tid, lane in enumerate(_lanes(timeline)):

@@ -5,11 +5,15 @@ A message of the catalog has `#` for each figure, or list of figures, of the Eng
     "until 42.0 ms"  ──▶  "until #"  ──catalog──▶  "到 # 为止"  ──▶  "到 42.0 ms 为止"
 
 So one message serves every number of ranks. `website/static/words.js` does the same to sliders.
-An answer of the planner or of a puzzle has `{}` for words too; each is translated in its turn:
+An answer of the planner or of a puzzle has holes for words too:
 
-    "{}: as fast, {}"  ──▶  "{}：一样快，{}"
+    {}    words, as many as fit; they are translated in their turn
+    {=}   words, as few as fit, which stay as they are: a user's text, code, a key, a path
+    #     figures, beside a hole of words
 
-A text without a message stays English.
+    "your program: line #: {=}"  ──▶  "你的程序，第 # 行：{=}"
+
+Holes of one kind keep their order in a translation. A text without a message stays English.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from html import escape, unescape
-from itertools import chain, zip_longest
 
 from shoal.base.plans.timeline import Timeline
 from shoal.teach.walks.walk import LOOKS, StepThrough, WalkStep
@@ -26,8 +29,9 @@ ONE = r"[A-Za-z_]{0,2}\d+(?:[.,/]\d+)*(?: (?:[KMGT]iB|[kMGT]?B|µs|ms|s|min)\b)?
 FIGURES = re.compile(rf"{ONE}(?:,? {ONE})*")
 """A figure with its name or unit, or several in a row: "l3", "42.0 ms", "4 4 2 2"."""
 SHOWN = re.compile(r"(>|aria-label=\")([^<>\"\n]+)(</text>|</title>|\")")
-HOLE = "{}"
-"""Place of any words in a message."""
+HOLES = {"{}": "(.+)", "{=}": "(.*?)", "#": f"({FIGURES.pattern})"}
+"""Holes of a message with words, and what fits into each."""
+HOLE = re.compile("|".join(map(re.escape, HOLES)))
 CHECKED = "checked: "
 """Words that a drawing puts before a walk's check."""
 
@@ -36,15 +40,15 @@ class WordTranslation:
     """A catalog of messages, applied to texts, walks, timelines and SVG.
 
     Args:
-        messages: English with `#` for figures → the translation, with as many `#`.
+        messages: English with holes → the translation, with as many holes of each kind.
     """
 
     def __init__(self, messages: dict[str, str]) -> None:
         self.messages = messages
         self._templates = [
-            (re.compile("(.+)".join(map(re.escape, english.split(HOLE)))), translation)
+            (_template(english), HOLE.findall(english), translation)
             for english, translation in messages.items()
-            if HOLE in english
+            if "{}" in english or "{=}" in english
         ]
 
     def text(self, english: str) -> str:
@@ -60,17 +64,24 @@ class WordTranslation:
         return re.sub("#", lambda _: next(figures, ""), found)
 
     def _fill_template(self, english: str) -> str:
-        """Return a text by the first message with `{}` that fits it, or as it is.
+        """Return a text by the first message with words that fits it, or as it is.
 
         >>> WordTranslation({"{}, recompute {}": "{}，重计算 {}"}).text("fsdp, recompute full")
         'fsdp，重计算 full'
+        >>> WordTranslation({"{=}: line #: {}": "{=}，第 # 行：{}"}).text("mine: line 3: a: b")
+        'mine，第 3 行：a: b'
         """
-        for template, translation in self._templates:
+        for template, holes, translation in self._templates:
             if found := template.fullmatch(english):
-                parts = translation.split(HOLE)
-                words = map(self.text, found.groups())
-                return "".join(chain.from_iterable(zip_longest(parts, words, fillvalue="")))
+                return self._fill(translation, holes, found.groups())
         return english
+
+    def _fill(self, translation: str, holes: list[str], found: tuple[str, ...]) -> str:
+        """Return a translation with the words found in the holes of its English."""
+        words: dict[str, list[str]] = {hole: [] for hole in HOLES}
+        for hole, fits in zip(holes, found, strict=True):
+            words[hole].append(self.text(fits) if hole == "{}" else fits)
+        return HOLE.sub(lambda hole: words[hole[0]].pop(0), translation)
 
     def walk(self, walk: StepThrough) -> StepThrough:
         """Return a step-through with all its sentences translated."""
@@ -111,6 +122,12 @@ class WordTranslation:
             return found[1] + escape(words) + found[3]
 
         return SHOWN.sub(translate, drawn)
+
+
+def _template(english: str) -> re.Pattern[str]:
+    """Return the pattern of the texts that a message with holes fits."""
+    parts = re.split(f"({HOLE.pattern})", english)
+    return re.compile("".join(HOLES.get(part) or re.escape(part) for part in parts))
 
 
 def message_key(english: str) -> str:

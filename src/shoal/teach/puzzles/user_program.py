@@ -102,8 +102,10 @@ def score_lines(puzzle: Puzzle, models: list[PuzzleRank]) -> list[str]:
         f"{name:<8}{steps:>8g} steps {held:>12,.0f} numbers" for name, (steps, held) in rows.items()
     ]
     over = [
-        f"{text} {got:,g}, target {wanted:,g}"
-        for text, got, wanted in zip(("steps", "numbers"), own, puzzle.target, strict=True)
+        f"{text} {got:{form}}, target {wanted:{form}}"
+        for text, form, got, wanted in zip(
+            ("steps", "numbers"), ("g", ",.0f"), own, puzzle.target, strict=True
+        )
         if got > max(wanted, _allowed(puzzle, text))
     ]
     return [*lines, f"Over the target: {'; '.join(over)}." if over else "The target is reached."]
@@ -117,7 +119,8 @@ def _allowed(puzzle: Puzzle, text: str) -> float:
 def _failure_text(path: str, failure: Exception) -> str:
     """Return an error of the user's code with its line, in one line."""
     if isinstance(failure, SyntaxError):
-        return f"line {failure.lineno}: SyntaxError: {failure.msg}"
+        where = f"line {failure.lineno}: " if failure.lineno else ""
+        return f"{where}SyntaxError: {failure.msg}"
     frames = traceback.extract_tb(failure.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
     where = f"line {lines[-1]}: " if lines else ""

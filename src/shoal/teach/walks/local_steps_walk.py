@@ -163,7 +163,7 @@ def _finish(
         checked="inner steps equal their closed form; with H = 1, outer rate 1 and no momentum the "
         "same code takes the steps of data parallelism, as exact fractions",
         looks={"whole": "the same on all", "part": "mean over islands"},
-        timeline=Timeline(title, ranks, tuple(spans), facts=facts),
+        timeline=Timeline(title, ranks, tuple(spans), facts=facts, member="island"),
         facts=facts,
     )
 
