@@ -173,8 +173,12 @@ CELLS = [
     ("forces_by_autograd_in_forward", "fsdp", "named", "the forward pass runs a backward pass"),
     ("one_element_moved_through_a_view", "tp", "named", "this rank has a part of it"),
     ("pairs_of_numbers_read_as_complex_ones", "zero2", "named", "here at an odd place"),
+    ("pairs_of_numbers_read_as_complex_ones", "pp", "right", ""),
+    ("a_forward_patched_in_the_middle", "pp", "named", "was set since shoal.parallelize"),
+    ("advantages_normalised_in_a_written_out_pass", "cp", "named", "depends on the others"),
+    ("the_loss_reduced_before_its_backward", "cp", "named", "was summed over ranks in place"),
 ]
-ADDED = 65
+ADDED = 69
 """The last rows: each holds a guard that no other test does."""
 SHORT = [
     *(cell[:2] for cell in (*CELLS[:20], *CELLS[-ADDED:])),

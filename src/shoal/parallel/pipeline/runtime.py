@@ -63,6 +63,9 @@ class RunnableStage(Protocol):
     def run(self, call: Callable[[Any], Any], arrivals: tuple[Any, ...]) -> Any:
         """Return the tensors for the next stage, or the model's outputs on the last one."""
 
+    def check_forwards(self) -> None:
+        """Raise PlanError if user code has set a forward that a stage needs."""
+
 
 FORWARD_ONLY = 0
 """Key, instead of a number of micro-batches, of the action list of an evaluation."""
@@ -111,11 +114,13 @@ class PipeRuntime:
             passes: the micro-batches of this pipeline, the same on all its ranks; may be none.
 
         Raises:
-            PlanError: shapes that depend on data.
+            PlanError: shapes that depend on data, or a forward that user code has set.
             ClusterError: a message is lost.
         """
         if not passes:
             return
+        for stage in self.stages.values():
+            stage.check_forwards()
         schedule = self.schedule(len(passes))
         acts = schedule.ranks[self.pipe.rank]
         last = max((n for n, act in enumerate(acts) if act.kind in CLOSES), default=-1)

@@ -85,6 +85,21 @@ class PipelineStages:
             self.replaced.append(UncalledUnitForward(name, block, self))
         self.replaced.append(RootForward("", self.module, self))
 
+    def check_forwards(self) -> None:
+        """Check that the replaced forwards are there, on every rank before one waits for another.
+
+        Raises:
+            PlanError: user code has set another forward since.
+        """
+        for one in self.replaced:
+            if not isinstance(vars(one.block).get("forward"), ReplacedForward):
+                raise PlanError(
+                    f"layout.pp = {self.cut.stages}: {one.name or 'the model'}.forward was set "
+                    f"since shoal.parallelize was called, in the place of the function that passes "
+                    f"its results from stage to stage; try: the new forward before "
+                    f"shoal.parallelize, a forward hook, or layout.pp=1"
+                )
+
     @contextmanager
     def running_stage(self, passage: StagePass) -> Iterator[None]:
         """Mark the one stage whose forward pass runs, and install the replaced forwards."""
@@ -130,6 +145,10 @@ class PipelineStage:
         passage.copies_views = bool(self.held.module._forward_hooks)
         outputs = self.run_pass(call, passage)
         return outputs if self.last else passage.departures()
+
+    def check_forwards(self) -> None:
+        """Raise PlanError if user code has set a forward that a stage needs."""
+        self.held.check_forwards()
 
     def run_pass(self, call: Callable[[nn.Module], Any], passage: StagePass) -> Any:
         """Run the forward pass with `passage`; return the model's outputs on the last stage."""
@@ -438,14 +457,17 @@ def _in_autograd_function() -> bool:
 def _fill_missing_parameters(
     between: list[tuple[nn.Module, str]], device: torch.device
 ) -> Iterator[None]:
-    """Put zeros without memory in place of other stages' parameters that code here reads."""
+    """Put zeros in place of other stages' parameters that code here reads.
+
+    They have the memory of one row, whose numbers lie side by side as `view_as_complex` wants them.
+    """
     replaced = [
         (part, name, parameter)
         for part, name in between
         if (parameter := part._parameters[name]) is not None and parameter.is_meta
     ]
     for part, name, parameter in replaced:
-        zero = torch.zeros((), dtype=parameter.dtype, device=device)
+        zero = torch.zeros(parameter.shape[-1:], dtype=parameter.dtype, device=device)
         part._parameters[name] = nn.Parameter(zero.expand(parameter.shape), requires_grad=False)
     try:
         yield

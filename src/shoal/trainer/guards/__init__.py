@@ -68,7 +68,7 @@ class RunGuards(Guards):
 
             self.findings = findings = RankFindings(program, recorder)
             compared.append(findings)
-            if program.data.size > 1:
+            if program.data.size > 1 or program.plan.layout.cp > 1:
                 from shoal.trainer.guards._torch import intercept_collectives
 
                 intercept_collectives()

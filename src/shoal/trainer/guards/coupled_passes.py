@@ -35,6 +35,8 @@ class CoupledPassesCheck:
         notice: prints a line of this rank.
         passes: micro-batches of the step over all ranks, at most.
         groups: of the optimizer.
+        differentiates: False: this rank takes no gradients of its own, since backward passes of the
+            model wait for other ranks (cp); the trial of the passes finds what they would.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class CoupledPassesCheck:
         notice: Callable[[str], None],
         passes: int,
         groups: Sequence[Mapping[str, Any]] = (),
+        *,
+        differentiates: bool = True,
     ) -> None:
-        self.notice, self.passes = notice, passes
+        self.notice, self.passes, self.differentiates = notice, passes, differentiates
         self.outputs: list[Any] = []
         self._is_read = self._has_rate_line = self._is_over = False
         self._groups = groups
@@ -104,7 +108,7 @@ class CoupledPassesCheck:
         if samples := count_negatives(loss, leaves):
             self.notice(coupled_pass_line(samples, self.passes))
             return True
-        for outputs in self.outputs:
+        for outputs in self.outputs if self.differentiates else ():
             if _meets_weights(loss, outputs):
                 continue  # another network lies between, whose ranks may have to meet
             if samples := count_compared_samples(loss, outputs, targets):

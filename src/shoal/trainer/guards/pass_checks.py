@@ -46,7 +46,13 @@ class PassChecks:
         self._coupled: CoupledPassesCheck | None = None
         self._targets: Any = None
         if not self._is_alone and not coupled:
-            self._coupled = CoupledPassesCheck(program.module, coupled_notice, passes, groups)
+            self._coupled = CoupledPassesCheck(
+                program.module,
+                coupled_notice,
+                passes,
+                groups,
+                differentiates=program.plan.layout.cp == 1,
+            )
 
     @contextmanager
     def follow(self, targets: Any) -> Iterator[None]:
