@@ -131,6 +131,15 @@ def test_a_run_of_images_counts_targets_and_shows_three_spikes(
     assert "  spikes       9, their updates were made" in summarise_run(tmp_path)
 
 
+def test_a_rate_below_one_a_second_is_no_zero(tmp_path: Path, clock: Clock) -> None:
+    """As of a first step that compiles for minutes."""
+    view, stream = piped(tmp_path)
+    write_step(tmp_path, 1, tokens=16, step_s=60.0)
+    view.tick()
+    assert " targets_per_s=0.27 " in stream.getvalue()
+    assert "0.27 targets/s" in view.progress.terminal_line(80)
+
+
 def test_the_plan_knows_the_length(tmp_path: Path, clock: Clock) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"layout": "ddp", "steps": 8}))
     view, stream = piped(tmp_path, total_steps=None)
@@ -355,6 +364,10 @@ def test_a_terminal_names_what_is_waited_for_at_start_during_training_and_at_the
     write_step(tmp_path, 40)
     busy(tmp_path, ("validation", 120, 299, 1.0))
     assert last() == "finishing: validation 120/299 · 1 s"
+    busy(tmp_path, ("finish", 0, 0, 1.0), ("validation", 120, 299, 1.0))
+    assert last() == "finishing: validation 120/299 · 1 s"
+    busy(tmp_path, ("finish", 0, 0, 1.0))
+    assert last() == "finishing · 1 s"
     view.finish()
     assert max(map(len, shown(stream))) <= 60
 

@@ -8,6 +8,7 @@ themselves, every process is a worker and rank 0 draws.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -71,15 +72,14 @@ def train(
         raise ConfigError("--force: goes with --resume RUN; a fresh run has nothing to differ from")
     words, folder = torchrun.continue_single_task_job(arguments or [], resume, os.environ)
     force = force or folder != resume  # a restart of the same job resumes despite any difference
-    typer.echo(
-        f"shoal {__version__}: {f'resuming {folder}' if folder else 'preparing a run'}", nl=False
-    )
+    begin = f"shoal {__version__}: {f'resuming {folder}' if folder else 'preparing a run'}"
+    typer.echo(begin, nl=False)
     sys.stdout.flush()
     where = ""
     try:
         prepared = start.prepare_run(words, folder, force=force, trust=trust)
         where = "" if folder else f" in {prepared.folder}"
-        where += f"; to watch it: shoal watch {prepared.folder}"
+        where += _watch_hint(prepared.folder, len(begin) + len(where))
     except KeyboardInterrupt:
         sys.stderr.write("shoal: stopped by Ctrl-C before the run began\n")
         raise typer.Exit(1) from None
@@ -111,6 +111,19 @@ def resume_outline(folder: Path, steps: int) -> str:
     newest = max(saved)
     left = f"; {max(0, steps - newest):,} steps are left" if steps else ""
     return f"goes on: from step {newest}{left}"
+
+
+def _watch_hint(folder: Path, used: int) -> str:
+    """Return the end of the first line; on a terminal it moves to a line of its own if it is long.
+
+    Args:
+        folder: the run folder.
+        used: columns in front of it.
+    """
+    hint = f"to watch it: shoal watch {folder}"
+    columns = shutil.get_terminal_size().columns
+    is_long = sys.stdout.isatty() and used + len(f"; {hint}") > columns
+    return f"\n  {hint}" if is_long else f"; {hint}"
 
 
 def print_forecast(prepared: PreparedRun) -> None:

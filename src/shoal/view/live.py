@@ -358,7 +358,10 @@ class LiveView:
         if self.progress.last is None or self.phase in ("restarting", "finishing"):
             seconds = remaining_time_text(now_s - self.began_s)
             found = doing.text_pieces() if doing.phases else []
-            words = [f"{self.phase}: {found[0]}", *found[1:]] if found else [self.phase, seconds]
+            if found and self.phase == "finishing":  # the phase of the worker has the same name
+                found[0] = found[0].removeprefix("finish").removeprefix(": ")
+            inner = f": {found[0]}" if found and found[0] else ""
+            words = [f"{self.phase}{inner}", *(found[1:] or [seconds])]
             return Text(fit_words(words, width, " · ") or words[0][:width], no_wrap=True)
         dense = Text(self.progress.terminal_line(width), no_wrap=True)
         words = doing.text_pieces() if doing.phases else self.progress.waits()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from shoal.base.runlog.damaged_lines import Record, is_number
-from shoal.base.text.units import bytes_text, count_text, seconds_text
+from shoal.base.text.units import bytes_text, rate_text, seconds_text
 
 WINDOW_STEPS = 20
 CURVE_WIDTH, CURVE_STEPS = 8, 512
@@ -120,7 +120,10 @@ class RunProgress:
             ("grad_norm", field_text(last, "grad_norm", ".3f")),
             ("validation", f"{self.validations[-1]:.4f}" if self.validations else None),
             ("lr", field_text(last, "lr", ".1e")),
-            (f"{count_unit(self.plan)}_per_s", None if rate is None else f"{rate:.0f}"),
+            (
+                f"{count_unit(self.plan)}_per_s",
+                None if rate is None else rate_text(rate, exact=True),
+            ),
             ("matmul" if is_cpu_plan(self.plan) else "mfu", None if mfu is None else f"{mfu:.1%}"),
             ("gpu", None if gpu is None else f"{gpu:.0%}"),
             ("memory", None if memory is None else bytes_text(memory)),
@@ -143,7 +146,7 @@ class RunProgress:
             ("loss", f"loss {{}}{self._curve()}"),
             ("validation", self.validation_form()),
             ("grad_norm", "grad {}"),
-            (f"{unit}_per_s", f"{count_text(rate or 0)} {unit}/s"),
+            (f"{unit}_per_s", f"{rate_text(rate or 0)} {unit}/s"),
             ("mfu", "MFU {}"),
             ("matmul", "{} of matmul rate"),
             ("memory", "{}/rank"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from shoal.base.layouts.layout import Layout
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.event_sentences import number_text, strip_control_characters
-from shoal.base.text.units import count_text, seconds_text
+from shoal.base.text.units import rate_text, seconds_text
 from shoal.view.diagnosis.folder_evidence import (
     SILENT_S,
     FolderEvidence,
@@ -219,7 +219,7 @@ def worst_line(rows: Iterable[RunRow]) -> str:
 def _cells(row: RunRow, now_s: float) -> tuple[str, ...]:
     # More steps than planned: a resume with a smaller train.steps.
     of = f"{row.step}/{row.steps}" if row.steps else str(row.step)
-    rate = f"{count_text(row.rate)} {short_unit(row.unit)}/s" if row.rate else "–"
+    rate = f"{rate_text(row.rate)} {short_unit(row.unit)}/s" if row.rate else "–"
     started, sign = row.started_s, row.last_sign_s
     return (
         row.name,

@@ -23,7 +23,7 @@ from shoal.base.text.event_sentences import (
     strip_control_characters,
 )
 from shoal.base.text.forecast_text import forecast_text, plan_comment
-from shoal.base.text.units import bytes_text, count_text, seconds_text
+from shoal.base.text.units import bytes_text, count_text, rate_text, seconds_text
 from shoal.view.island_lines import islands_summary_line
 from shoal.view.live import SHOWN_SPIKES
 from shoal.view.progress import count_unit, mfu_text, no_steps_text, step_amount
@@ -205,7 +205,7 @@ def _speed(steps: list[Record], plan: Record) -> str:
     unit = count_unit(plan)
     timed = [(step_amount(record, unit), record.get("step_s")) for record in steady]
     if rates := [done / step_s for done, step_s in timed if done and is_number(step_s) and step_s]:
-        parts.append(f"{count_text(statistics.median(rates))} {unit}/s")
+        parts.append(f"{rate_text(statistics.median(rates))} {unit}/s")
     if mfus := _values(steady, "mfu"):
         parts += filter(None, [mfu_text(statistics.median(mfus), plan)])
     return ", ".join(parts)

@@ -58,6 +58,21 @@ def count_text(count: float) -> str:
     return f"{_short(size)}T"
 
 
+def rate_text(rate: float, *, exact: bool = False) -> str:
+    """Format a count per second; a small one, as of a first step, keeps two digits.
+
+    Args:
+        rate: count per second.
+        exact: for a program: no rounding to thousands.
+
+    >>> rate_text(0.3), rate_text(5231.0), rate_text(5231.0, exact=True)
+    ('0.3', '5.2K', '5231')
+    """
+    if 0 < rate < 10:
+        return f"{rate:.2g}"
+    return f"{rate:.0f}" if exact else count_text(rate)
+
+
 def count_noun(count: int, noun: str, several: str = "") -> str:
     """Return a count with its noun, in the plural where it has to be.
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.base.text.event_sentences import number_text
-from shoal.base.text.units import count_noun, count_text, seconds_text
+from shoal.base.text.units import count_noun, rate_text, seconds_text
 from shoal.view.diagnosis.folder_state import WRONG
 from shoal.view.progress import local_time_text, short_unit
 from shoal.view.run_table import RunRow
@@ -197,7 +197,7 @@ def _progress_line(run: WatchedRun, width: int, found: dict[str, str], unicode: 
     if run.ranks:
         words.append((count_noun(len(run.ranks), "rank"), ""))
     if rate is not None and row:
-        words.append((f"{count_text(rate)} {row.unit}/s", ""))
+        words.append((f"{rate_text(rate)} {row.unit}/s", ""))
     for key, form in (("mfu", "MFU {}"), ("matmul", "{} of matmul rate"), ("gpu", "GPU {}")):
         if key in found:
             words.append((form.format(found[key]), ""))
@@ -297,7 +297,7 @@ def _island_lines(islands: Sequence[IslandState], width: int) -> list[Line]:
     for one in islands:
         row = one.row
         of = f"{row.step}/{row.steps}" if row.steps else str(row.step)
-        rate = f"{count_text(row.rate)} {short_unit(row.unit)}/s" if row.rate else "–"
+        rate = f"{rate_text(row.rate)} {short_unit(row.unit)}/s" if row.rate else "–"
         share = "–" if one.exposed_share is None else f"{one.exposed_share:.0%}"
         merged = f"{one.rounds}" + (f"-{one.discarded}" if one.discarded else "")
         spans: list[Span] = [
