@@ -60,7 +60,8 @@ def test_a_layout_that_is_given_is_not_judged_by_the_guide() -> None:
 
 
 def test_unknown_axes_and_sizes() -> None:
-    with pytest.raises(PlanError, match="layout = dp_replicat: not one of .*; try: dp_replica"):
+    near = "layout.dp_replicat = 2: no key of a layout; try: layout.dp_replicate=2"
+    with pytest.raises(PlanError, match=near):
         choose_layout("auto", {"dp_replicat": 2}, 2, None, LAPTOP)
     with pytest.raises(PlanError, match="try: layout.dp_replicate=4"):
         choose_layout("auto", {"dp_replicate": 3}, 4, None, LAPTOP)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shoal.base.errors import PlanError, check_choice
+from shoal.base.errors import PlanError
 from shoal.base.layouts.layout import AXES, Layout
 from shoal.base.layouts.schedule_names import SPLIT_BACKWARD, resolve_schedule
 
@@ -49,7 +49,10 @@ def check_degrees(
     'zero1 + pp (pp = 2, dp_shard = 2, schedule = 1f1b)'
     """
     for axis, degree in degrees.items():
-        check_choice("layout", axis, (*AXES, "ep"), kind=PlanError)
+        if axis not in (*AXES, "ep"):
+            from shoal.base.layouts.strategies import unknown_key_text
+
+            raise PlanError(unknown_key_text(axis, degree))
         if degree < 1:
             raise PlanError(f"layout.{axis} = {degree}: at least 1; try: layout.{axis}=1")
         if degree > 1 and axis not in (*BUILT_AXES, "ep"):

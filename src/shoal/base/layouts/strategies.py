@@ -9,9 +9,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal.base.errors import PlanError, format_choice_error
-from shoal.base.layouts.layout import PIPELINES, STAGES, STRATEGIES, Layout
+from shoal.base.errors import PlanError, format_choice_error, nearest_word
+from shoal.base.layouts.layout import AXES, PIPELINES, STAGES, STRATEGIES, Layout
 from shoal.base.layouts.schedule_names import canonical_schedule, resolve_schedule
+
+OTHER_KEYS = (
+    *("strategy", "zero", "threads", "schedule", "chunks"),
+    *("servers", "updates", "staleness", "serves"),
+)
+"""Keys of a layout beside its axes."""
+OTHER_NAMES = {
+    **dict.fromkeys(("dp", "ddp", "data", "replicate", "data_parallel"), "dp_replicate"),
+    **dict.fromkeys(("fsdp", "shard", "sharded", "data_parallel_shard"), "dp_shard"),
+    **dict.fromkeys(("tensor", "tensor_parallel", "tensor_model_parallel_size", "mp"), "tp"),
+    **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_model_parallel_size"), "pp"),
+    **dict.fromkeys(("context", "context_parallel", "sp", "sequence"), "cp"),
+    **dict.fromkeys(("expert", "expert_parallel"), "ep"),
+}
+"""Other projects' names of axes."""
 
 
 def expand_strategy(
@@ -77,6 +92,22 @@ def expand_strategy(
     layout = _multi_process_layout(strategy, processes)
     schedule, chunks = resolve_schedule(schedule, chunks, layout.pp)
     return replace(layout, schedule=schedule, chunks=chunks)
+
+
+def unknown_key_text(key: str, value: object) -> str:
+    """Format the error for an unknown key of a layout, with the nearest axis or key.
+
+    >>> unknown_key_text("fdsp", 2)
+    'layout.fdsp = 2: no key of a layout; try: layout.dp_shard=2, or layout.strategy=fsdp'
+    """
+    keys = (*AXES[1:], "ep", *OTHER_KEYS)
+    near = nearest_word(key.lower(), (*keys, *OTHER_NAMES)) or ""
+    line = f"layout.{key} = {value}: no key of a layout"
+    if not near:
+        return f"{line}; there are {', '.join(keys)}"
+    degree = value if isinstance(value, str) or type(value) is int else 2
+    named = f", or layout.strategy={near}" if near in ("ddp", "fsdp") else ""
+    return f"{line}; try: layout.{OTHER_NAMES.get(near, near)}={degree}{named}"
 
 
 def _check_extra_keys(strategy: str, threads: int, zero: int | None) -> None:
