@@ -223,8 +223,9 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
     # grows was trimmed; 8_365 before transfers of zero1 and zero2 had memory that stays; 8_400
     # before a sum was told from a mean, and skipped steps were counted for the terminal; 8_425
     # before a module that two blocks hold was found; 8_430 before a refused batch was refused on
-    # all ranks, and losses of written-out passes were tried.
-    assert sum(map(lines_of_code, files)) <= 8_485
+    # all ranks, and losses of written-out passes were tried; 8_485 before lines and errors of a
+    # loop named its arguments, a refused start left no folder, and skipped steps ended in an error.
+    assert sum(map(lines_of_code, files)) <= 8_515
 
 
 FOUR_RANKS = """
@@ -333,8 +334,9 @@ def test_what_a_rank_of_a_divided_model_loads(
     # of a batch were in the name of its call; 15_260 before bent gradients, written buffers and
     # shared rows of a sample were found; 15_375 before transfers had memory that stays; 15_460
     # before a sum was told from a mean, and skipped steps were counted for the terminal; 15_485
-    # before values that graphs hold were compared, and a backward pass inside of forward was named.
-    assert sum(map(lines_of_code, files)) <= 15_705
+    # before values that graphs hold were compared, and a backward pass inside of forward was named;
+    # 15_705 before lines and errors of a loop named its arguments.
+    assert sum(map(lines_of_code, files)) <= 15_730
 
 
 def test_the_simulated_device_is_small() -> None:

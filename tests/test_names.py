@@ -44,8 +44,7 @@ OF_THE_FIELD = {
     "_draw_in_place": "a live region of a terminal",
     "look_up": "rows of an embedding",
     "place": "what `base/plans/placement.py` describes: technique by technique, and a place in code",
-    "_place": "a file and its line",
-    "format_place": "the same",
+    "format_place": "a file and its line",
     "hear": "deprecated alias; goes in 0.3",
 }
 LEFT = frozenset(

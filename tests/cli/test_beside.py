@@ -218,7 +218,8 @@ def test_who_goes_on_is_not_told_of_and_a_stranger_changes_nothing(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     nodes.lingers = lingers
-    nodes.disks[1].mkdir()
+    for disk in nodes.disks:  # as the ranks of a run make them
+        disk.mkdir(exist_ok=True)
     nodes.start()
     with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
         stranger.sendall(b"\0" * 64 + b'{"node": 1}')

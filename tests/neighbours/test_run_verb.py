@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from shoal.view.diagnose import diagnose
+
 HERE = Path(__file__).parent
 
 
@@ -65,3 +67,33 @@ def test_a_scripts_own_error_is_shown_whole(programs: Any, tmp_path: Path) -> No
     assert ended.returncode == 1
     assert "mine.py" in ended.stderr
     assert "FileNotFoundError" in ended.stderr
+
+
+RAISES = """\
+import torch
+from accelerate import Accelerator
+
+model = torch.nn.Linear(4, 2)
+rows = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 2))
+door = Accelerator()
+model, optimizer, loader = door.prepare(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(rows, 4)
+)
+for inputs, targets in loader:
+    loss = ((model(inputs) - targets) ** 2).mean()
+    door.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+raise ValueError("their own")
+"""
+
+
+def test_a_scripts_own_error_is_kept_in_its_run_folder(programs: Any, tmp_path: Path) -> None:
+    """As `python SCRIPT` keeps it: `shoal diagnose` shows it."""
+    (tmp_path / "mine.py").write_text(RAISES)
+    words = ("run", "--as", "accelerate", "--folder", "runs/a", "--", "mine.py")
+    ended = programs.run("-m", "shoal", *words, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith('raised in mine.py:15: raise ValueError("their own")\n')
+    (found,) = diagnose(tmp_path / "runs" / "a")
+    assert found.what.endswith("exit code 1: mine.py:15: ValueError: their own")

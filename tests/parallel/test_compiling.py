@@ -128,10 +128,8 @@ def test_wrong_code_is_found_in_the_first_step(monkeypatch, wrong, what: str) ->
     with pytest.raises(PlanError) as failure:
         steps("blocks")
     line = str(failure.value)
-    assert line.startswith(f"train.compile = blocks: layers.0: the {what} of its compiled code")
-    assert line.endswith(
-        f"torch {torch.__version__} makes wrong code of it; try: train.compile=none"
-    )
+    assert line.startswith(f"compile = blocks: layers.0: the {what} of its compiled code")
+    assert line.endswith(f'torch {torch.__version__} makes wrong code of it; try: compile="none"')
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -220,7 +218,7 @@ def test_a_model_without_blocks_is_told(caplog: pytest.LogCaptureFixture) -> Non
         layout="single",
         compile="blocks",
     )
-    assert "train.compile = blocks: nothing to compile" in caplog.text
+    assert "shoal: compile = blocks: nothing to compile" in caplog.text
     assert run.plan.compile == "blocks"
     run.close()
 
@@ -258,5 +256,5 @@ def test_a_block_with_a_hook_inside_runs_as_it_is(monkeypatch, caplog) -> None:
     )
     run.step((torch.randn(2, 4), torch.randn(2, 4)))
     assert len(asked) == 1, "the other block's"
-    assert "train.compile = blocks: 2 has a hook inside (0: " in caplog.text
+    assert "shoal: compile = blocks: 2 has a hook inside (0: " in caplog.text
     run.close()

@@ -148,7 +148,7 @@ def test_guards_that_are_off_compute_the_same_and_say_so(caplog: pytest.LogCaptu
     assert losses["on"] == losses["off"]
     told = [record.getMessage() for record in caplog.records if "guards" in record.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith("shoal: train.guards = off: mistakes that change numbers are not")
+    assert told[0].startswith("shoal: guards = off: mistakes that change numbers are not")
     with pytest.raises(ConfigError, match="guards = of: not one of on, off; try: off"):
         run_of(linear(), guards="of")
 

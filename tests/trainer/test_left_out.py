@@ -150,7 +150,7 @@ def test_a_run_that_goes_on_counts_on_and_stops_past_the_cap(tmp_path: Path) -> 
     assert "\n" not in line
     assert f"part-{order[12]}.bin" in line
     assert "3 samples" in line
-    assert "data.unreadable = 2" in line
+    assert "; 3 samples of this run could not be read, unreadable = 2 may be left out" in line
 
     found = diagnose(folder)
     assert [one.kind for one in found] == ["sample_left_out"] * 3

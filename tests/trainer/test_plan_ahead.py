@@ -128,7 +128,7 @@ def test_samples_may_be_dictionaries() -> None:
 
 def test_one_pattern_may_be_a_word() -> None:
     for words in ({"split": "*=whole"}, {"split": ["*=whole"]}, {"layout": {"split": "*=whole"}}):
-        with pytest.raises(shoal.ConfigError, match=r"layout\.split = \*=whole: says how layers"):
+        with pytest.raises(shoal.ConfigError, match=r"^split = \*=whole: says how layers"):
             shoal.parallelize(net(), lambda p: torch.optim.SGD(p, lr=0.1), squares, **words)
 
 

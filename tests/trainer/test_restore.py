@@ -166,6 +166,25 @@ def test_restore_without_a_checkpoint_is_false(tmp_path: Path) -> None:
     assert run_of(linear(), folder=tmp_path).restore() is False
 
 
+def test_a_restore_from_a_folder_that_does_not_exist_names_the_nearest(tmp_path: Path) -> None:
+    """A folder inside of the run's own may be missing: a first start finds no best one there."""
+    for name in ("pretrained", "own"):
+        (tmp_path / name).mkdir()
+    run = run_of(linear(), folder=tmp_path / "own")
+    assert run.restore(tmp_path / "own" / "best") is False
+    assert run.restore(tmp_path / "pretrained") is False
+    where = f"run.restore: folder = {tmp_path}/"
+    near = f'does not exist; try: run.restore("{tmp_path}/pretrained")'
+    for missing in ("pretraind", "pretraind/best"):
+        with pytest.raises(CheckpointError) as failure:
+            run.restore(tmp_path / missing)
+        assert str(failure.value) == f"{where}{missing}: {near}"
+    with pytest.raises(CheckpointError, match="does not exist; try: a folder that holds a run, or"):
+        run.restore(tmp_path / "zzz")
+    assert run.step(pair()).step == 1, "the run goes on, if its loop catches the error"
+    run.close()
+
+
 def test_a_tag_or_a_step_without_a_checkpoint_is_one_line(tmp_path: Path) -> None:
     """A loop that ignores False would go on with other weights than it asked for."""
     run = run_of(linear(), folder=tmp_path)
@@ -237,7 +256,7 @@ def test_another_optimizer_class_is_one_line_and_moves_nothing(tmp_path: Path) -
     with pytest.raises(CheckpointError) as failure:
         other.restore()
     assert str(failure.value) == (
-        "optimizer: the checkpoint was written by SGD, this run has AdamW; try: optimizer.name=sgd"
+        "optimizer: the checkpoint was written by SGD, this run has AdamW; try: torch.optim.SGD"
     )
     assert_same_bits(bits(other.model), before)
 

@@ -149,7 +149,7 @@ def test_a_level_that_stays_ends_the_run(tmp_path: Path) -> None:
     x, y = pair()
     for _ in range(2):
         run.step((x, y * 1e5))
-    with pytest.raises(TrainingError, match=r"on all ranks, 3 steps in a row .train.skip_limit"):
+    with pytest.raises(TrainingError, match=r"on all ranks, 3 steps in a row .skip_limit"):
         run.step((x, y * 1e5))
 
 

@@ -166,9 +166,9 @@ def check_notice(model: nn.Module, folder: Path, text: Any, lines: list[str]) ->
     assert here != there
     assert line == (
         f"shoal: model: the weights of {folder} know {token!r} as token {there}, and "
-        f"data.tokenizer = bpe:300 of text:a.txt cuts it as token {here}, so they read other "
+        f"tokenizer = bpe:300 of text:a.txt cuts it as token {here}, so they read other "
         f"words; try: open_data(…, tokenizer='{folder}/tokenizer.json'), or "
-        f"data.tokenizer={folder}/tokenizer.json"
+        f'tokenizer="{folder}/tokenizer.json"'
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.base.runlog.events import append_line
-from shoal.checkpoint.format.lease import Owner
+from shoal.checkpoint.format.lease import Owner, RunLease
 from shoal.cli.main import app
 from shoal.view.diagnose import diagnose, findings_text, read_continuation
 from shoal.view.diagnosis.folder_state import WRONG, FolderState, read_folder_state
@@ -401,3 +401,10 @@ def test_a_command_for_a_run_that_goes_on_waits_for_its_stop(
     # A late test finds the folder silent too.
     [found] = [one for one in diagnose(hold(folder)) if one.kind == "slow_rank"]
     assert found.command == f"once it has stopped: shoal train --resume {folder} data.workers=2"
+
+
+def test_a_loop_that_has_written_no_line_yet_is_starting(tmp_path: Path) -> None:
+    """Its first step may compile for minutes; until then only its lease and its plan are there."""
+    with RunLease(tmp_path / "run", "run"):
+        (tmp_path / "run" / "plan.json").write_text("{}")
+        assert read_folder_state(tmp_path / "run").word == "starting"

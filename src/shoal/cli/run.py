@@ -11,7 +11,6 @@ import importlib
 import os
 import runpy
 import sys
-import traceback
 
 import typer
 
@@ -56,10 +55,11 @@ def run(
         importlib.import_module("shoal.neighbours.exact").install()
     sys.argv = list(words)
     sys.path.insert(0, str(script.resolve().parent))
+    sys.excepthook = sys.__excepthook__  # typer's would stay in the place of the run's
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except ShoalError:
-        raise
-    except Exception:
-        traceback.print_exc()  # the script's own traceback, whole
+    except Exception as error:
+        if isinstance(error, ShoalError) and sys.excepthook is sys.__excepthook__:
+            raise  # no run began
+        sys.excepthook(type(error), error, error.__traceback__)  # as `python SCRIPT` would
         sys.exit(1)

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.base.errors import ConfigError, nearest_word
+from shoal.base.errors import ConfigError, ShoalError, nearest_word
 from shoal.base.layouts.policies import check_value
 from shoal.base.text.units import bytes_text, count_text
 from shoal.config.paths import (
@@ -174,7 +174,13 @@ def open_data(source: str, *, seed: int = 0, **keys: Any) -> Source:
         raise ConfigError(f"open_data: {error}") from None
     for name in keys:
         check_value(name, known[name], getattr(section, name))
-    return open_source(section, seed)
+    try:
+        return open_source(section, seed)
+    except ShoalError as error:
+        from shoal.base.text.argument_names import OF_OPEN_DATA, rename_error
+
+        rename_error(error, OF_OPEN_DATA)
+        raise
 
 
 def list_documents(

@@ -137,7 +137,7 @@ class EventWriter:
     def __init__(self, folder: Path | None, ranks: Sequence[int], *, keeps: bool) -> None:
         self.folder, self.ranks, self.keeps = folder, ranks, keeps
         self._log: EventLog | None = None
-        if keeps:
+        if keeps and folder is not None and folder.is_dir():  # else its start may be refused yet
             self._make_logs_folder()
 
     def report(self, event: str, **fields: Any) -> None:

@@ -408,7 +408,8 @@ class Accelerator(PartialState, ArgumentSettings):
         for hook in self.loading.values():
             hook(list(self.models), str(folder))
         for place, loop in enumerate(self._loops()):
-            if not loop.run.restore(folder / f"model_{place}"):
+            path, world = folder / f"model_{place}", loop.run.world
+            if world.all_true(not path.exists()) or not loop.run.restore(path):
                 near = f"; try: {there}" if (there := find_nearest_state(folder)) else ""
                 raise ConfigError(f"load_state: {folder} holds no state of save_state{near}")
         told = self._loops()[0].run.extra

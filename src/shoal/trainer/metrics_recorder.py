@@ -6,6 +6,7 @@ The rows of metrics.jsonl are in `step/metrics_rows.py`, which only a run that h
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # few runs record their steps
     from shoal.trainer.step_trace import StepTrace
 
 
+KEY = re.compile(r"\b(?:train|memory|precision|fsdp|layout|optimizer|checkpoint|data|model)\.[a-z]")
+"""Where a line may name a key of run.toml."""
 STEP_FILES = ("metrics.jsonl", "experts.jsonl", "pipeline.jsonl", "statistics.jsonl")
 """Files with lines of steps, the first of them with every step."""
 
@@ -36,13 +39,14 @@ class MetricsRecorder:
         reported_differences: what a resume reported to differ from its checkpoint.
         rows, rows_due_s: rows that wait for a write, and when it is due (`metrics_rows.py`).
         trace: profiler of some steps.
+        is_own_loop: of a loop of the user's own: lines name arguments, and not keys of run.toml.
         passed: called once if a step is faster than the machine's rate; its text is a notice.
 
     Raises:
         ConfigError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path | None, world: World) -> None:
+    def __init__(self, folder: Path | None, world: World, *, is_own_loop: bool = False) -> None:
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +69,7 @@ class MetricsRecorder:
         self.saves_apart, self._told_apart, self.peaks_logged = "", False, False
         self._went_back_to: int | None = None
         self.trace: StepTrace | None = None
+        self.is_own_loop = is_own_loop
         page, self.clock = phases.page, "host"
         if page is not None and is_accelerator(world.device):
             from shoal.trainer.device_timer import DevicePartTimer  # a CPU has no events
@@ -118,6 +123,7 @@ class MetricsRecorder:
 
     def notice(self, text: str) -> None:
         """Emit one line for the user by rank 0: as an event, and through `logging` for scripts."""
+        text = self._text(text)
         if self.world.writes_files:
             self.events.emit("notice", text=text)
         self.warn(text)
@@ -129,6 +135,7 @@ class MetricsRecorder:
 
     def emit_rank_notice(self, text: str) -> None:
         """Emit one line about this rank: as an event, and through `logging`."""
+        text = self._text(text)
         text = f"rank {self.world.rank}: {text}" if self.world.size > 1 else text
         self.events.emit("notice", text=text)
         logging.getLogger("shoal").warning("shoal: %s", text)
@@ -136,7 +143,14 @@ class MetricsRecorder:
     def warn(self, text: str) -> None:
         """Log a line by rank 0 through `logging`, for scripts that display no events."""
         if self.world.is_first:
-            logging.getLogger("shoal").warning("shoal: %s", text)
+            logging.getLogger("shoal").warning("shoal: %s", self._text(text))
+
+    def _text(self, text: str) -> str:
+        if not (self.is_own_loop and KEY.search(text)):
+            return text
+        from shoal.base.text.argument_names import use_argument_names  # few lines name a key
+
+        return use_argument_names(text)
 
     def start_step(self, step: int) -> float:
         """Start the record of a step; return the seconds since the last step ended."""

@@ -72,7 +72,7 @@ from shoal.trainer.guards.model_checks import (
 )
 from shoal.trainer.guards.optimizer_checks import ScheduleLength
 from shoal.trainer.metrics_recorder import MetricsRecorder
-from shoal.trainer.process.excepthook import install_excepthook
+from shoal.trainer.process.excepthook import explain_refusals, install_excepthook, open_starts
 from shoal.trainer.rebind_optimizer import plan_for_optimizer, shard_param_groups
 from shoal.trainer.run import Run
 from shoal.trainer.step.call_contract import (
@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from shoal.trainer.guards.tokenizer_match import TokenizerCheck
 
 
+@explain_refusals
 def parallelize(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: torch.optim.Optimizer | BuildOptimizer,
@@ -203,6 +204,7 @@ def parallelize(
         ranks_layouts=sample is not None,
         folder=Path(folder) if folder is not None else None, world=world,
     )  # fmt: skip
+    install_excepthook().follow(run)
     run.metrics, run.coupled, run.guards.model.coupled = metrics or {}, coupled, coupled
     run.tokenizer = tokenizer
     if tokenizer is not None and run.tokenizer_check is not None:
@@ -318,7 +320,7 @@ def start_run(
     del parameters, hooks  # under zero 3 the last reference to whole parameters deletes their files
     program = mark_in_run(module, program)
     program = offload_optimizer(program, bound)
-    recorder = MetricsRecorder(folder, world)
+    recorder = MetricsRecorder(folder, world, is_own_loop=bool(open_starts))
     ends: list[Callable[[], None]] = [] if beside is None else [beside.close]
     if (plan.trace or plan.remote) and folder is not None:
         from shoal.trainer.run_folder.folder_lease import start_folder_writers
@@ -433,7 +435,6 @@ def _attach_folder(folder: Path, run: Run, given: Collection[str]) -> None:
         run: the run.
         given: which of "batch" and "micro_batch" the user set.
     """
-    from shoal.trainer.process.crash_report import make_crash_recorder
     from shoal.trainer.run_folder.folder_lease import acquire_folder
     from shoal.trainer.run_folder.start_files import write_loop_plan, write_rank_list
     from shoal.trainer.state.replaced_folder import RunFolderGuard
@@ -443,7 +444,7 @@ def _attach_folder(folder: Path, run: Run, given: Collection[str]) -> None:
     if run.recorder.owner is not None:
         run.recorder.owner.record_with_owner()
     run.guards.add(RunFolderGuard(run))
-    install_excepthook().last_word = make_crash_recorder(run.recorder, run.lease)
+    install_excepthook().recorded = run.recorder, run.lease
     if beside := sys.modules.get("shoal.trainer.process.watchdog_client"):
         beside.report_own_disk(run.world)
     if run.world.ranks[0] == 0:  # else servers, whose workers are in the list too

@@ -528,8 +528,8 @@ class Run(StepRunner):
             False if there is no checkpoint, and neither `step` nor `tag` is given.
 
         Raises:
-            CheckpointError: no checkpoint has this step or tag, or its tensors do not fit this
-                model or optimizer.
+            CheckpointError: no checkpoint has this step or tag, its tensors do not fit this model
+                or optimizer, or `folder` does not exist and lies outside of the run's own folder.
         """
         from shoal.trainer.state.run_state import resolve_tag_folder, restore_run
 
@@ -539,10 +539,10 @@ class Run(StepRunner):
         if self._saving is not None:
             self._saving.wait_pending()  # a save in flight must not look like an incomplete one
         found = restore_run(self, resolve_tag_folder(chosen, tag), step)
-        if not found and (tag or step is not None):
-            from shoal.trainer.run_folder.missing_checkpoint import refuse_missing_checkpoint
+        if not found:
+            from shoal.trainer.run_folder.missing_checkpoint import refuse_missing
 
-            refuse_missing_checkpoint(chosen, tag, step, self.world)
+            refuse_missing(chosen, tag, step, self.recorder.folder, self.world)
         self._restored.add(chosen)
         self.rate.reset()
         self.guards.writes.updated(self.step_count)
@@ -644,6 +644,10 @@ class Run(StepRunner):
 
         The model keeps its weights in their original dtype, without Shoal's hooks; under fsdp it
         stays sharded. The optimizer keeps the tensors that this rank stepped.
+
+        Raises:
+            TrainingError: every step of this process was skipped, so no weight moved. The run is
+                closed then. So `python train.py && publish` publishes no untrained model.
         """
         self._closed = True
         self.skips.print_totals(self.recorder.warn)
@@ -657,6 +661,8 @@ class Run(StepRunner):
         self.meeting.close_run()
         if self.lease is not None:
             self.lease.release()
+        if self.skips.skipped and self.skips.is_own_loop:
+            self.skips.check_moved(self.step_count - self.skips.steps, self.step_count)
 
     def _averaged_weights(self) -> AbstractContextManager[None]:
         if (average := self.average) is not None and average.updates:

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from shoal.base.runlog.damaged_lines import Record
+from shoal.base.text.argument_names import SETTINGS, argument_setting
 
 GOES_ON = ("resumed", "checkpoint_saved", "validated")
 """Events after a death which show that the script was started again."""
@@ -52,13 +53,8 @@ def has_restarted(after: list[Record], folder: Path) -> bool:
 
 RESUMES = re.compile(r"shoal train --resume (?:'[^']*'|\S+)(?: (?P<key>[\w.]+)=(?P<value>\S+))?")
 LOGS = re.compile(r"tail -n 50 \S*/logs/rank-\S+")
-SETTINGS = re.compile(r"\b(?P<key>(?:train|memory|precision)\.\w+)=(?P<value>\w+)")
+KEYS = re.compile(r"\b(?P<key>(?:train|memory|precision)\.\w+)=(?P<value>\w+)")
 PLANS = re.compile(r"shoal plan \S+run\.toml.*")
-WORDS = {
-    "data.workers": "run.loader(…, workers={})",
-    "optimizer.lr": "a smaller learning rate",
-}
-"""Keys in a script that are no keyword of shoal.parallelize."""
 LOOP_CURE = "less work after run.step and in callbacks, or every n-th step"
 WAITS = (("comm_exposed_s", "communication"), ("data_wait_s", "data"), ("loop_s", "own code"))
 """Fields of a row that are waits between or in steps, and their words."""
@@ -102,13 +98,10 @@ def script_settings(command: str) -> str:
     >>> script_settings("memory.recompute=none"), script_settings("train.micro_batch=8")
     ('shoal.parallelize(…, recompute="none")', 'shoal.parallelize(…, micro_batch=8)')
     """
-    return SETTINGS.sub(lambda found: _keyword(found["key"], found["value"]), command)
+    return KEYS.sub(lambda found: _keyword(found["key"], found["value"]), command)
 
 
 def _keyword(key: str, value: str) -> str:
     """Return a setting as a script has it."""
-    if key in WORDS:
-        return WORDS[key].format(value)
-    name = "precision" if key == "precision.compute" else key.rpartition(".")[2]
-    text = value if re.fullmatch(r"[\d.]+", value) else f'"{value}"'
-    return f"shoal.parallelize(…, {name}={text})"
+    told = argument_setting(key, value) or f"{key}={value}"
+    return told if key in SETTINGS else f"shoal.parallelize(…, {told})"

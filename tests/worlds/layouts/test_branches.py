@@ -30,9 +30,9 @@ def test_a_block_that_goes_back_is_refused_before_its_gather(worlds) -> None:
     answers = worlds(2).call("branch_case:backwards", layout="fsdp")
     for answer in answers:
         assert answer["error"] == (
-            "PlanError: layout.strategy = fsdp: trunk.0 runs after trunk.1, where no pass of the "
+            "PlanError: layout = fsdp: trunk.0 runs after trunk.1, where no pass of the "
             "first step ran it, and ranks gather blocks in the order of that step; "
-            "try: parallelize(sample=…) with a batch that runs both, or layout.strategy=zero2"
+            'try: parallelize(sample=…) with a batch that runs both, or layout="zero2"'
         )
         assert answer["steps"] == 2
 

@@ -94,7 +94,7 @@ def test_too_many_stages_are_told_in_the_users_words(worlds: Any, tmp_path: Path
     told = worlds(2).call("mix_case:fate", folder=str(tmp_path), model="gpt", words=words)
     assert told == 2 * [
         {"refused": "layout.pp = 2 × 2 stages per rank (layout.schedule = interleaved) = 4: more "
-         "stages than the 2 blocks of GPT; try: layout.schedule=1f1b"}
+         'stages than the 2 blocks of GPT; try: layout={"schedule": "1f1b"}'}
     ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from netns import told_by
+from shoal.base.text.argument_names import use_argument_names
 from shoal.fabric.compressed.compressed_sums import CODES
 
 DEADLINE_S = 400
@@ -151,7 +152,7 @@ def test_first_steps_travel_in_int8(worlds, code: str, layout: str, tmp_path: Pa
 def test_a_third_of_an_unknown_length_is_refused_on_every_rank(worlds) -> None:
     for told in worlds(2).call("compress_case:endless"):
         assert told == (
-            "layout.compress = one-bit: the first third of the run's steps travels in int8, and "
+            "compress = one-bit: the first third of the run's steps travels in int8, and "
             "nobody said how many it has; try: total_steps=…, or compress=one-bit:100"
         )
 
@@ -249,7 +250,7 @@ def test_one_bit_learns_and_lags(worlds, plain: float, layout: str) -> None:
 )  # fmt: skip
 def test_what_cannot_be_is_said_on_every_rank(worlds, codec: str, layout: str, said: str) -> None:
     for told in worlds(2).call("compress_case:refused", compress=codec, layout=layout):
-        assert told.endswith(said)
+        assert told.endswith(use_argument_names(said))
         assert "\n" not in told
 
 

@@ -66,7 +66,5 @@ def test_every_layout_goes_on_from_two_copies(worlds, tmp_path: Path) -> None:
 
 def test_blocks_are_not_computed_twice_in_halves(worlds) -> None:
     for told in worlds(2).call("dualpipe_case:refused", recompute="full"):
-        assert told.startswith(
-            "memory.recompute = full: layout.schedule = dualpipe runs a backward"
-        )
-        assert told.endswith("try: memory.recompute=none, or layout.schedule=1f1b")
+        assert told.startswith("recompute = full: layout.schedule = dualpipe runs a backward")
+        assert told.endswith('try: recompute="none", or layout={"schedule": "1f1b"}')

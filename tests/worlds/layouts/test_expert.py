@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import expert_case
+from shoal.base.text.argument_names import use_argument_names
 from shoal.fabric import start_world
 from shoal.view.proof_lines import proof_text
 
@@ -195,6 +196,7 @@ REFUSED = [
 @pytest.mark.parametrize(("kind", "layout", "settings", "line"), REFUSED)
 def test_refusals(worlds, kind, layout, settings, line) -> None:
     told = worlds(2).call("expert_case:refusal", kind=kind, layout=layout, **settings)
+    line = use_argument_names(line)
     assert all(line in one for one in told), told[0]
 
 
@@ -210,4 +212,5 @@ def test_refusals(worlds, kind, layout, settings, line) -> None:
 def test_lists_of_experts_under_zero_3(worlds, layout, line) -> None:
     """Entries are whole on a rank; in a pipeline their block's weights were freed too early."""
     told = worlds(4).call("expert_case:refusal", kind="listed dropout", layout=layout)
+    line = use_argument_names(line)
     assert all("layers.0 holds its experts in a list" in one and line in one for one in told), told

@@ -188,9 +188,9 @@ def test_a_pipeline_sends_half(worlds) -> None:
 
 def test_a_block_that_makes_fp32_is_refused(worlds) -> None:
     assert worlds(1).call("residual_case:refused")[0] == (
-        "precision.residual = bf16: blocks.0 mixes bf16 with an fp32 tensor that it makes or keeps "
+        "residual = bf16: blocks.0 mixes bf16 with an fp32 tensor that it makes or keeps "
         "(mat1 and mat2 must have the same dtype, but got Float and BFloat16); try: "
-        "tensor.to(input.dtype) there, or precision.residual=fp32"
+        'tensor.to(input.dtype) there, or residual="fp32"'
     )
 
 

@@ -59,7 +59,7 @@ def test_what_servers_cannot_hold_is_said(worlds) -> None:
         assert "\n" not in line
         assert "try: " in line, (words, line)
     assert "never_there is no table that servers can hold" in lines["unknown"]
-    assert "try: layout.serves=weights" in lines["tied"]
+    assert 'try: layout={"serves": "weights"}' in lines["tied"]
     assert "max_norm shortens the rows" in lines["max_norm"]
     assert "emb.weight is used in" in lines["read otherwise"]
     assert "outside of a run's calls" in lines["outside"]

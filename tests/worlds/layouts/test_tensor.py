@@ -96,7 +96,7 @@ def test_a_layer_that_is_no_graph_may_not_drop_out(worlds) -> None:
     line = (
         "layout.tp = 2: layers.0 draws random numbers (dropout in layers.0.drop) and cannot be "
         "traced (DataDependentOutputException: aten._local_scalar_dense.default), so they may "
-        "depend on the layout; try: no dropout there, or layout.tp=1"
+        'depend on the layout; try: no dropout there, or layout={"tp": 1}'
     )
     for told in worlds(2).call("tensor_case:starts", dropouts=[0.0, 0.1]):
         assert told == ["runs", line]

@@ -34,8 +34,8 @@ def test_the_step_is_over_what_was_read(worlds, layout: str) -> None:
 def test_past_the_cap_all_stop_with_one_line(worlds) -> None:
     found = worlds(2).call("left_out_case:trained", layout="ddp", positions=POSITIONS, unreadable=2)
     assert found[0]["error"] == found[1]["error"]
-    assert found[0]["error"].startswith("ClusterError: data.source: sample ")
-    assert "3 samples of this run could not be read, data.unreadable = 2" in found[0]["error"]
+    assert found[0]["error"].startswith("ClusterError: dataset: sample ")
+    assert "3 samples of this run could not be read, unreadable = 2" in found[0]["error"]
     assert found[0]["lost"] == [2], "the step that was one too many is told, and no more"
 
 

@@ -64,7 +64,7 @@ def test_pp_refuses_stages_that_change_one_buffer(worlds, kind: str) -> None:
     for one in found:
         assert one["error"] == (
             f"layout.pp = 2: {REFUSED[kind]}; these calls must lie on one stage, which leaves 1 "
-            f"stage; try: layout.pp=1"
+            f'stage; try: layout={{"pp": 1}}'
         )
 
 

@@ -40,14 +40,14 @@ def everywhere(worlds, check: str, size: int = 2, **arguments: Any) -> Any:
 def test_fsdp_refuses_what_it_cannot_cut(worlds) -> None:
     mixed, muon = everywhere(worlds, "refusals")
     assert mixed == (
-        "PlanError: layout.strategy = fsdp: gathers parameters of one format, the model has "
-        "float32, float64; try: layout.strategy=zero2"
+        "PlanError: layout = fsdp: gathers parameters of one format, the model has "
+        'float32, float64; try: layout="zero2"'
     )
     assert muon.startswith(
-        "PlanError: layout.strategy = fsdp: cuts every parameter by rows, and MuonWithAdamW: a "
+        "PlanError: layout = fsdp: cuts every parameter by rows, and MuonWithAdamW: a "
         "step on some rows of a parameter differs"
     )
-    assert muon.endswith("; try: layout.strategy=zero2")
+    assert muon.endswith('; try: layout="zero2"')
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "zero2"])
@@ -264,8 +264,8 @@ def test_dp_refuses_random_numbers_that_come_late() -> None:
     NOISY.append(True)
     told = message(lambda: run.step(batch))
     assert told == (
-        "PlanError: layout.strategy = dp: the model drew random numbers for the first time after "
-        "its first step; threads share one generator; try: layout.strategy=ddp"
+        "PlanError: layout = dp: the model drew random numbers for the first time after "
+        'its first step; threads share one generator; try: layout="ddp"'
     )
     early = dp_run(DrawsLater(), 2)  # from the first step on: in turn, and allowed
     assert message(lambda: [early.step(batch) for _ in range(2)]) == "nothing was raised"

@@ -30,9 +30,7 @@ def test_different_blocks_outside_of_the_models_pass(worlds) -> None:
         "unlike_ranks_case:blocks", layout="fsdp", kind="heads in the loss", way="evaluation"
     )
     what = "heads.a (forward pass) on rank 0, heads.b (forward pass) on rank 1"
-    named(
-        answers, f"run.evaluate: ranks run different blocks: {what}", "try: layout.strategy=zero2"
-    )
+    named(answers, f"run.evaluate: ranks run different blocks: {what}", 'try: layout="zero2"')
     assert [a["losses"] for a in answers] == [[], []]
 
 
@@ -199,4 +197,4 @@ def test_a_loop_of_ones_own_is_named_from_outside(tmp_path: Path, skip: str, wid
     assert line.startswith("shoal: step 1: ranks run different blocks: "), line
     assert " on rank 0, " in line, line
     assert " on rank 1; " in line, line
-    assert line.endswith("try: layout.strategy=zero2"), line
+    assert line.endswith('try: layout="zero2"'), line

@@ -27,7 +27,7 @@ def test_saves_go_there_and_a_fresh_folder_goes_on(worlds, tmp_path: Path) -> No
     before = world.call("remote_case:trained", words=["", "", ""], tags=True, **paths)
     last = before[0]["there"][-1]
     assert last == [*step(2), *step(3), *(f"tags/best/{name}" for name in step(3))]
-    assert before[0]["heard"] == [f"checkpoint.remote = flaky://{store}: has checkpoints/step-3"]
+    assert before[0]["heard"] == [f"remote = flaky://{store}: has checkpoints/step-3"]
     for path in store.rglob("step-*"):
         assert verify(path) == []
     for size, name in ((2, "other"), (1, "alone")):
@@ -35,7 +35,7 @@ def test_saves_go_there_and_a_fresh_folder_goes_on(worlds, tmp_path: Path) -> No
         for rank, found in enumerate(worlds(size).call("remote_case:gone_on", **paths)):
             assert (found["found"], found["step"]) == (True, 3)
             assert found["sum"] == pytest.approx(before[rank]["sum"], rel=1e-12)
-            told = [f"checkpoint.remote = flaky://{store}: step 3 was brought from there"]
+            told = [f"remote = flaky://{store}: step 3 was brought from there"]
             assert found["heard"][:1] == ([] if rank else told)
         log = store / "checkpoints" / "step-3" / "fetched"
         assert sorted(log.read_text().split()) == ["rank-0.safetensors", "rank-1.safetensors"]
@@ -53,7 +53,7 @@ def test_a_copy_that_fails_is_one_line_and_never_whole(worlds, tmp_path: Path) -
     paths = {"folder": str(tmp_path / "run"), "store": str(store)}
     words = ["full", "short", "manifest", "away", ""]
     found = worlds(2).call("remote_case:trained", words=words, keep=2, **paths)[0]
-    start = f"checkpoint.remote = flaky://{store}: "
+    start = f"remote = flaky://{store}: "
     end = "checkpoints/step-{} was not copied there"
     assert found["heard"] == [
         f"{start}No space left on device; {end.format(1)}",
@@ -102,7 +102,7 @@ def test_what_does_not_verify_is_not_taken(worlds, tmp_path: Path) -> None:
     fresh = {"folder": str(tmp_path / "fresh"), "store": str(store)}
     found = world.call("remote_case:gone_on", **fresh)
     assert [one["step"] for one in found] == [1, 1]
-    start = f"checkpoint.remote = flaky://{store}: "
+    start = f"remote = flaky://{store}: "
     assert "checkpoints/step-2/rank-1.safetensors: " in found[0]["heard"][0]
     assert found[0]["heard"][0].endswith("does not match its hash in manifest.json; not taken")
     assert found[0]["heard"][1] == f"{start}step 1 was brought from there"

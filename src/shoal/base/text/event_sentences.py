@@ -49,9 +49,12 @@ def died_text(event: Record) -> str:
 
     >>> died_text({"rank": 1, "pid": 4711, "how": "killed by SIGKILL", "traceback": ""})
     'rank 1 (pid 4711): killed by SIGKILL'
+    >>> died_text({"rank": 0, "pid": 1, "how": "exit code 1", "traceback": "E: a", "at": "t.py:4"})
+    'rank 0 (pid 1): exit code 1: t.py:4: E: a'
     """
     trace = str(event.get("traceback") or "").rstrip()
     last = f": {trace.splitlines()[-1].strip()}" if trace else ""
+    last = f": {event['at']}{last}" if event.get("at") else last
     return f"rank {event.get('rank')} (pid {event.get('pid')}): {event.get('how', 'ended')}{last}"
 
 
@@ -172,7 +175,7 @@ def left_out_text(event: Record) -> str:
 
 def _spike(event: Record) -> str:
     """Return one line on a spike, without its samples: none of them is known to be at fault."""
-    cure = "try: train.spikes=skip leaves such steps out"
+    cure = f"try: {event.get('cure') or 'train.spikes=skip'} leaves such steps out"
     return f"step {event.get('step')}: {event.get('reason')}; the update was made; {cure}"
 
 

@@ -18,10 +18,16 @@ def user_line(trace: TracebackType | None) -> str | None:
     Frames of Shoal, installed packages and Python itself are skipped; None if there are no others.
     FILE is relative to the working folder, or the bare name if it is outside.
     """
-    foreign = tuple(_foreign_folders())
-    found: str | None = None
+    found = list_user_frames(trace)
+    return frame_text(*found[-1]) if found else None
+
+
+def list_user_frames(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """Return the user's frames in a traceback with their lines, the innermost last."""
+    foreign, found = tuple(_foreign_folders()), list[tuple[FrameType, int]]()
     while trace is not None:
-        found = _place(trace.tb_frame, trace.tb_lineno, foreign) or found
+        if frame_text(trace.tb_frame, trace.tb_lineno, foreign):
+            found.append((trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
     return found
 
@@ -34,14 +40,15 @@ def user_line_of_frame(frame: FrameType | None) -> str:
     """
     foreign = tuple(_foreign_folders())
     while frame is not None:
-        found = _place(frame, frame.f_lineno, foreign)
+        found = frame_text(frame, frame.f_lineno, foreign)
         if found:
             return found
         frame = frame.f_back
     return ""
 
 
-def _place(frame: FrameType, line: int, foreign: tuple[str, ...]) -> str:
+def frame_text(frame: FrameType, line: int, foreign: tuple[str, ...] = ()) -> str:
+    """Return `FILE:LINE` of a frame; "" in a folder of `foreign`, and for code without a file."""
     name = frame.f_code.co_filename
     path = os.path.abspath(name)
     if name.startswith("<") or path.startswith(foreign):

@@ -262,6 +262,7 @@ def kernel_state(pid: int) -> dict[str, str]:
 def write_stacks(path: Path, seen: Sequence[RankEvidence]) -> str:
     """Write the evidence about every rank; return the path for the event, "" on a full disk."""
     with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)  # a start that may be refused makes none
         path.write_text("\n".join(_format_evidence(one) for one in seen), encoding="utf-8")
         return str(path)
     return ""

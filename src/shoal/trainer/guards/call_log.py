@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.compiler import is_compiling
 
-from shoal.base.errors import ConfigError, shorten
+from shoal.base.errors import ConfigError, ShoalError, shorten
 from shoal.fabric import World
 from shoal.fabric.world import clone_default_store
 from shoal.parallel._torch import function_transform
@@ -312,8 +312,15 @@ def collective_call(name: str) -> Callable[[Call], Call]:
     def mark(method: Call) -> Call:
         @wraps(method)
         def call(self: Any, *given: Any, **named: Any) -> Any:
-            with self.meeting.at(name):
-                return method(self, *given, **named)
+            try:
+                with self.meeting.at(name):
+                    return method(self, *given, **named)
+            except ShoalError as error:
+                if self.recorder.is_own_loop:
+                    from shoal.base.text.argument_names import rename_error  # only for an error
+
+                    rename_error(error)
+                raise
 
         return cast("Call", call)
 

@@ -1,14 +1,15 @@
 """Refuse a restore by tag or by step that no checkpoint has: the line lists those that exist.
 
-A loop that ignores `False` here would train from step 0, or evaluate other weights than those of
-the tag. Imported only if such a restore finds nothing.
+A restore from a folder that does not exist is refused too: its name is likely misspelt. The run's
+own folder, and folders inside of it, may be missing, since a first start finds nothing there. A
+loop that ignores `False` would train from step 0, or evaluate other weights than it should.
+Imported only if a restore finds nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from shoal.base.errors import CheckpointError, nearest_word
 from shoal.checkpoint.format.listing import list_checkpoints
@@ -18,23 +19,52 @@ LISTED = 8
 """Largest number of steps, or of tags, that the line lists."""
 
 
-def refuse_missing_checkpoint(folder: Path, tag: str, step: int | None, world: World) -> NoReturn:
-    """Raise for a tag or a step that no checkpoint of a run folder has; every rank calls it.
+def refuse_missing(
+    folder: Path, tag: str, step: int | None, own: Path | None, world: World
+) -> None:
+    """Raise for a restore that found nothing, unless a first start may find nothing there.
+
+    Every rank calls it.
 
     Args:
-        folder: the run folder.
+        folder: the run folder of the restore.
         tag: the tag of the restore; "": none.
         step: the step of the restore; None: any.
+        own: the run's own folder; None: it has none.
 
     Raises:
-        CheckpointError: the same on all ranks; it lists what is there, and the nearest.
+        CheckpointError: the same on all ranks; for a tag or a step that no checkpoint has, with
+            what is there and the nearest; for a folder that does not exist, with the nearest beside
+            it.
     """
+    if not (tag or step is not None):
+        is_inside = own is not None and folder.resolve().is_relative_to(own.resolve())
+        if not is_inside and world.all_true(not folder.exists()):
+            raise CheckpointError(world.broadcast_json(format_missing_folder(folder)))
+        return
     here = _list_by_tag(folder) if world.writes_files else {}
     found: dict[str, set[int]] = {}
-    for own in world.gather_json(here):
-        for name, steps in own.items():
+    for listed in world.gather_json(here):
+        for name, steps in listed.items():
             found.setdefault(name, set()).update(steps)
     raise CheckpointError(format_missing_checkpoint(f"folder = {folder}", tag, step, found))
+
+
+def format_missing_folder(folder: Path) -> str:
+    """Return the line for a folder that does not exist, with the nearest name that does."""
+    parent = next(path for path in folder.parents if path.is_dir() or not path.name)
+    lost = folder.relative_to(parent).parts[0]
+    try:
+        names = sorted(one.name for one in parent.iterdir() if one.is_dir())
+    except OSError:
+        names = []
+    line = f"run.restore: folder = {folder}: does not exist"
+    if close := nearest_word(lost, names):
+        return f'{line}; try: run.restore("{parent / close}")'
+    return (
+        f'{line}; try: a folder that holds a run, or for a first start folder="{folder}" of '
+        f"shoal.parallelize and run.restore()"
+    )
 
 
 def _list_by_tag(folder: Path) -> dict[str, list[int]]:

@@ -48,13 +48,14 @@ FLOORS = {"loss": 0.02, "gradient norm": 0.25}
 class SkipCounter:
     """Counts of skipped steps in a row (`limit` of which end the run) and of `lost` samples.
 
-    `steps`, `skipped` and `spiked` count what this process made since its start.
+    `steps`, `skipped` and `spiked` count what this process made since its start. A loop of the
+    user's own (`is_own_loop`) in which no step moved a weight ends in an error.
     """
 
     def __init__(self, limit: int, unreadable: int = 0) -> None:
         self.limit, self.unreadable, self.lost = limit, unreadable, 0
         self.in_a_row = self.steps = self.skipped = self.spiked = 0
-        self.any_moved = False
+        self.any_moved = self.is_own_loop = self.are_totals_printed = False
         self.last_reason = "fp16 overflowed at every loss scale"
 
     def record_step(
@@ -102,7 +103,8 @@ class SkipCounter:
 
     def print_totals(self, tell: Callable[[str], None]) -> None:
         """Print the counts of skipped steps, spikes and samples left out, if there are any."""
-        if self.skipped or self.spiked or self.lost:
+        self.are_totals_printed = True
+        if self.skipped or self.spiked or self.lost or (self.steps and not self.any_moved):
             from shoal.trainer.step.unreadable_samples import format_totals
 
             tell(format_totals(self))

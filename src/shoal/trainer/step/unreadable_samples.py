@@ -7,6 +7,7 @@ each kind, and the totals at its end.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -36,6 +37,8 @@ class SkipCounts(Protocol):
     steps: int
     spiked: int
     any_moved: bool
+    is_own_loop: bool
+    are_totals_printed: bool
 
 
 def report_unreadable(
@@ -113,6 +116,7 @@ def report_skip(
     if world.writes_files:
         emit("step_skipped", step=step, **fields)
     if skips.in_a_row >= skips.limit:
+        skips.are_totals_printed = True  # by this error
         where = "all ranks"
         if culprits and not spike:
             where = format_ranks([m["rank"] for m in culprits])
@@ -123,6 +127,14 @@ def report_skip(
         )
     if skips.skipped == 1:
         tell(f"{skipped_text({'step': step, **fields})}{OTHERS}")
+        if skips.is_own_loop:
+            atexit.register(_print_unclosed_totals, skips, tell)
+
+
+def _print_unclosed_totals(skips: SkipCounts, tell: Callable[[str], None]) -> None:
+    """Print the counts of a loop that ends without `run.close`."""
+    if not skips.are_totals_printed:
+        tell(format_totals(skips))
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -152,7 +164,8 @@ def report_spike(
     """Report a spike whose update was made; every rank calls it. The first is also a line."""
     told = world.gather_json(_describe_share(batch, world))
     if world.writes_files:
-        emit("spike", step=step, reason=spike, culprits=told)
+        cure = {"cure": 'spikes="skip"'} if skips.is_own_loop else {}
+        emit("spike", step=step, reason=spike, culprits=told, **cure)
     skips.spiked += 1
     if skips.spiked == 1:
         tell(f'step {step}: {spike}; the update was made; try: spikes="skip"{OTHERS}')
@@ -164,6 +177,8 @@ def format_totals(skips: SkipCounts) -> str:
     if skips.skipped:
         still = "" if skips.any_moved else ": no weight moved"
         parts.append(f"{skips.skipped} of {skips.steps} steps skipped{still}")
+    elif skips.steps and not skips.any_moved:
+        parts.append(f"{skips.steps} of {skips.steps} steps moved no weight: {skips.last_reason}")
     if skips.spiked:
         parts.append(f"{skips.spiked} of {skips.steps} steps were spikes, with their update made")
     if skips.lost:

@@ -43,7 +43,7 @@ PROCESSES = "processes.jsonl"
 LAST_S = 32_503_680_000.0
 """Seconds from 1970 to the year 3000; a later time is damage."""
 NEWEST_STEPS = 20
-SIGNS = ("metrics.jsonl", "events.jsonl", "phase.json", "rank_steps", "logs")
+SIGNS = ("metrics.jsonl", "events.jsonl", "phase.json", "rank_steps", "logs", "owner.json")
 """Files and folders whose time of change is a sign of life."""
 
 
