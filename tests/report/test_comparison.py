@@ -379,6 +379,18 @@ def test_islands_and_own_loops_stand_in_one_page() -> None:
     assert "No run.toml that can be read: own-loop" in page.texts["keys"]
 
 
+def test_own_loops_are_compared_at_equal_targets(tmp_path: Path) -> None:
+    """Their loss counts targets, which are no tokens."""
+    folders = [
+        write_run(tmp_path / name, noise(seed), unit="targets")
+        for name, seed in (("one", 1), ("two", 2))
+    ]
+    page = Page(folders)
+    assert " targets: " in best_run_text(page.found)
+    assert "tokens" not in best_run_text(page.found)
+    assert "Loss at equal targets and at equal time" in page.texts["equal"]
+
+
 def test_runs_of_other_units_have_equal_time_only(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "text", noise(1)),

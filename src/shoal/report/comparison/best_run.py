@@ -44,7 +44,7 @@ def best_run_text(found: Comparison) -> str:
     if len(found.runs) < 2:
         return "A single run is left"
     if not shared:
-        return "The runs have no amount of tokens or time in common"
+        return f"The runs have no amount of {found.runs[0].unit} or time in common"
     if all(one.key.startswith(PACELESS_KEYS) for one in found.keys):
         shared = [point for point in shared if point.kind != "time"] or shared
     point = shared[0]

@@ -37,7 +37,6 @@ from shoal.report.run_contents import (
     read_events,
 )
 from shoal.report.verdict.run_verdict import find_verdict
-from shoal.view.progress import count_unit
 from shoal.view.run_table import RunRow, read_held_locks, read_row
 
 if TYPE_CHECKING:
@@ -90,8 +89,8 @@ class ComparisonRun:
 
     @property
     def unit(self) -> str:
-        """Return what its steps count: tokens, as far as is known, or the targets of samples."""
-        return "targets" if count_unit(self.contents.plan) == "samples" else "tokens"
+        """Return what its steps count: the targets of samples and of own loops, else tokens."""
+        return "targets" if self.contents.plan.get("unit") in ("samples", "targets") else "tokens"
 
 
 def read_compared_runs(folders: Sequence[Path]) -> tuple[list[ComparisonRun], list[str]]:

@@ -257,9 +257,10 @@ def _pair_table(runs: Sequence[ComparisonRun]) -> Child:
 
 
 def equal_points_section(found: Comparison) -> Markup:
-    """Return the losses of all runs at equal tokens and at equal time."""
-    parts: list[Child] = [tag("h2", "Loss at equal tokens and at equal time")]
+    """Return the losses of all runs at equal tokens, or targets, and at equal time."""
     units = {run.unit for run in found.runs}
+    unit = "tokens" if len(units) > 1 else found.runs[0].unit
+    parts: list[Child] = [tag("h2", f"Loss at equal {unit} and at equal time")]
     if len(units) > 1:
         text = f"The runs count {' and '.join(sorted(units))}: no equal amount of them."
         parts.append(tag("p", text, class_="note"))
