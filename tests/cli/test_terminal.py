@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shoal.base.text.terminal_encoding import READABLE, SPELT, ascii_replacement
+from shoal.cli.train import _watch_hint
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 PLAN = ("plan", "model.name=llama-3-8b", "--on", "8xH100-80GB", "--top", "2")
@@ -151,3 +152,15 @@ def test_a_loop_of_ones_own_with_closed_streams(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1, "the last line is a mistake, whose words nobody can read"
     assert (tmp_path / "told").read_text() == "/dev/null /dev/null /dev/null"
+
+
+def test_the_first_line_breaks_at_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns would cut the folder's name; a pipe gets one line."""
+    folder = Path("runs/llama-stdlib-1")
+    hint = "to watch it: shoal watch runs/llama-stdlib-1"
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert _watch_hint(folder, 47) == f"\n  {hint}"
+    assert _watch_hint(folder, 30) == f"; {hint}"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    assert _watch_hint(folder, 47) == f"; {hint}"
