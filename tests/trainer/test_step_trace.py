@@ -63,7 +63,7 @@ def test_exactly_these_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert ranges(path, "step ") == ["step 3", "step 4"]
     assert ranges(path, "pass of") == ["pass of 3"] * 4 + ["pass of 4"] * 4
     assert ranges(path, "aten::addmm") == ["aten::addmm"] * 8
-    assert f"train.trace = 3:4: steps 3 to 4, of every rank, operations and memory: {traces}" in (
+    assert f"shoal: trace = 3:4: steps 3 to 4, of every rank, operations and memory: {traces}" in (
         caplog.text
     )
     moves = json.loads((traces / names[0]).read_text())
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_among_them_traces_what_is_left(
     assert ranges(path, "pass of") == ["pass of 4"] * 4 + ["pass of 5"] * 4
     caplog.clear()
     train(tmp_path, "2:3", until=6)
-    assert "train.trace = 2:3: none of these steps was taken, but 6 to 6; try: train." in (
+    assert "shoal: trace = 2:3: none of these steps was taken, but 6 to 6; try: trace=" in (
         caplog.text
     )
     assert [p.name for p in sorted((tmp_path / "traces").iterdir())][1:] == [path.name]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from trainer_small import pair, run_of
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, TrainingError
 from shoal.report.report_page import make_page
 from shoal.report.run_contents import read_run
 from shoal.trainer.statistics.tensor_statistics import TensorStatistics
@@ -155,7 +155,8 @@ def test_numbers_that_are_not_finite_name_their_parameter(tmp_path: Path) -> Non
     (line,) = lines(tmp_path)
     assert [name for name, value in line["gradient_norm"].items() if value is None] == ["head.bias"]
     assert set(line["update_ratio"].values()) == {0.0}
-    run.close()
+    with pytest.raises(TrainingError, match="no weight moved"):
+        run.close()
 
 
 def test_a_step_that_is_not_due_enters_nothing(
