@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from member_drivers import QuietLinks
+from member_drivers import QuietLinks, make_driver
 
 from shoal.base.errors import ClusterError, ConfigError
 from shoal.base.layouts.island_options import IslandsPolicy
-from shoal.islands.changing.member_driver import MemberDriver
+from shoal.islands.changing.member_driver import ASK_S, MemberDriver
 from shoal.islands.changing.member_waits import ResumeCommand, describe_wait
 from shoal.islands.changing.session_start import LISTEN_S, SessionStart
-from shoal.islands.membership.committed_turn import Seat, start_session
+from shoal.islands.membership.committed_turn import (
+    Seat,
+    TurnProposal,
+    commit_turn,
+    start_session,
+)
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.session_meeting import ArrivalReport
-from shoal.islands.membership.turn_messages import Send
+from shoal.islands.membership.turn_messages import Apply, Hello, Send
 from shoal.islands.peer_deadline import PeerDeadline
 
 A, B = "10.0.0.1:29400", "10.0.0.2:29400"
@@ -119,3 +125,46 @@ def test_who_gets_no_seat_beside_a_run_reads_why(driver: Any) -> None:
 def test_more_addresses_than_islands_are_a_count_that_was_forgotten() -> None:
     with pytest.raises(ConfigError, match=r"2 addresses.*try: islands\.count=2, which looks for"):
         IslandsPolicy(method="diloco", count=1, least=1, at=f"{A},{B}").resolved()
+
+
+class Asking(QuietLinks):
+    """Connections that keep what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[int, str]] = []
+
+    def send(self, names: Any, message: Any) -> None:
+        self.sent += [(name, message[0]) for name in names]
+
+    def is_unreached(self, name: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_member_whose_lost_turn_left_it_out_asks_while_it_takes_weights(heals: bool) -> None:
+    """It has a seat of the turn that it knows, and offers nothing, so no window of it ever ends."""
+    links = Asking()
+    driver, _ = make_driver(2, 3, links)
+    applied: list[Apply] = []
+    driver._apply = applied.append  # type: ignore[method-assign]
+    driver.is_healthy, driver._had_seat, driver.meeting = not heals, True, None
+    driver._watch()
+    driver._perform()
+    assert not links.sent, "right after the turn there is nothing to ask"
+    driver.window.moved_s = driver._greeted_s = time.monotonic() - ASK_S - 1.0
+    for _ in range(2):
+        driver._watch()
+        driver._perform()
+    assert links.sent == ([(0, "Hello"), (1, "Hello")] if heals else []), "once in ASK_S"
+    fact = driver.member.fact
+    assert fact is not None
+    later = commit_turn(
+        fact, [TurnProposal(seat, "x", 8, 3) for seat in fact.seats[:2]], "w", fact.seats[:2], 4
+    )
+    other = IslandMember(fact.seats[0], later, (0, 1, 2), 4)
+    other.receive(Hello(fact.seats[2], fact.session, fact.turn + 1))
+    (answer,) = (one for one in other.actions if isinstance(one, Send))
+    driver._receive(answer.message)
+    driver._perform()
+    assert [one.fact for one in applied] == [later], "the answer is the turn that it missed"

@@ -66,6 +66,8 @@ LOST_S = 2.0
 """Seconds for which a majority must be lost before a member that is no chair reports its wait."""
 SESSION_S = 5.0
 """Seconds after an answer of a running session in which no other one is started."""
+ASK_S = 5.0
+"""Seconds without news after which a member that takes another one's weights asks for the turn."""
 STATE = "state/"
 REFUSE, DONE, ARRIVAL = "refuse", "done", "arrival"
 
@@ -397,6 +399,11 @@ class MemberDriver:
             if now_s - self._greeted_s > GREET_S:
                 self._greeted_s = now_s
                 self._greet()
+        elif not self.is_healthy and now_s - max(self.window.moved_s, self._greeted_s) > ASK_S:
+            # It offers no change and so no window ends; a cut may have lost the turn in which the
+            # others went on, and then nobody has the weights any more for which it waits.
+            self._greeted_s = now_s
+            member.greet()
         elif self.window.is_over(member, fact, self.links, waits=bool(self._awaits)):
             self.window.restart()
             member.grace_over()
