@@ -155,14 +155,14 @@ def test_uint32_that_is_read_as_uint16_is_refused(folder: Path) -> None:
         open_data(f"tokens:{folder}", sequence=7)
     assert str(caught.value) == (
         f"{folder / 'train.bin'}: read as uint16 (default), but it was written as uint32: every "
-        f"second 16-bit number is a high half, at most 1; try: data.dtype=uint32"
+        f'second 16-bit number is a high half, at most 1; try: dtype="uint32"'
     )
     data = open_data(f"tokens:{folder}", sequence=7, dtype="uint32", validation=0)
     assert data.train[1][0].tolist() == ids[7:14].tolist()
     assert data.vocabulary == int(ids.max()) + 1
     (folder / "meta.json").write_text('{"dtype": "uint32"}')
     assert open_data(f"tokens:{folder}", sequence=7).vocabulary == data.vocabulary
-    with pytest.raises(ConfigError, match=r"read as uint16 \(data.dtype\), but .* uint32"):
+    with pytest.raises(ConfigError, match=r"read as uint16 \(dtype\), but .* uint32"):
         open_data(f"tokens:{folder}", sequence=7, dtype="uint16")
 
 

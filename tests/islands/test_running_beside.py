@@ -23,7 +23,7 @@ from shoal.islands.membership.committed_turn import (
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.session_meeting import ArrivalReport
 from shoal.islands.membership.turn_messages import Apply, Hello, Send
-from shoal.islands.peer_deadline import PeerDeadline
+from shoal.islands.peer_deadline import FIRST_S, PeerDeadline
 
 A, B = "10.0.0.1:29400", "10.0.0.2:29400"
 OWN, OTHER = Seat(0, 5), Seat(1, 4)
@@ -147,7 +147,7 @@ def test_a_member_whose_lost_turn_left_it_out_asks_while_it_takes_weights(heals:
     links = Asking()
     driver, _ = make_driver(2, 3, links)
     applied: list[Apply] = []
-    driver._apply = applied.append  # type: ignore[method-assign]
+    driver._apply = applied.append  # type: ignore[assignment]
     driver.is_healthy, driver._had_seat, driver.meeting = not heals, True, None
     driver._watch()
     driver._perform()
@@ -168,3 +168,21 @@ def test_a_member_whose_lost_turn_left_it_out_asks_while_it_takes_weights(heals:
     driver._receive(answer.message)
     driver._perform()
     assert [one.fact for one in applied] == [later], "the answer is the turn that it missed"
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_a_turn_that_ended_without_a_member_teaches_no_time(absent: bool) -> None:
+    """It lasted as long as the window; a next window of some times that would pause the others."""
+    driver, _ = make_driver(0, 3, QuietLinks())
+    merges: Any = driver.merges
+    merges.merge, merges.apply = SimpleNamespace(size_bytes=8), lambda weights: (weights, None)
+    start = driver.member.fact
+    assert start is not None
+    driver._apply(Apply(start, False, True))
+    driver.window.open(8, 0.1)
+    driver.window.offered_s = time.monotonic() - 25.0
+    came = start.seats[:2] if absent else start.seats
+    proposals = [TurnProposal(seat, "x", 8, 3) for seat in came]
+    driver._apply(Apply(commit_turn(start, proposals, "w", came, 4), False, True))
+    learnt_s = driver.window.patience.deadline_s(8)
+    assert learnt_s == FIRST_S if absent else 15.0 < learnt_s < FIRST_S

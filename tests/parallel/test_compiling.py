@@ -176,7 +176,7 @@ def test_what_a_block_changes_is_changed_once(monkeypatch) -> None:
 
 
 def test_selective_recompute_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"selective looks at single .* memory\.recompute=full"):
+    with pytest.raises(PlanError, match=r"selective looks at single .* recompute=\"full\""):
         steps("blocks", "selective")
 
 

@@ -64,7 +64,7 @@ def test_what_is_no_block_is_one_line(wished: tuple[str, ...], line: str) -> Non
     with pytest.raises(PlanError) as refused:
         detect_blocks(Net(), BlocksPolicy(blocks=wished))
     assert str(refused.value) == line
-    with pytest.raises(PlanError, match="layout.blocks = "):
+    with pytest.raises(PlanError, match="^blocks = "):
         parallelize(Net(), torch.optim.SGD, blocks=wished)
 
 

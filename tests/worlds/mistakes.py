@@ -584,7 +584,7 @@ def weight_written_in_forward(world: World, layout: str) -> float:
 @mistake(
     "1.0.weight: the model's own forward pass writes it, and ddp (dp_replicate = 2) in bf16 would "
     "lose what it wrote; try: torch.nn.utils.parametrize, which computes a weight from the one "
-    "that trains, or layout.strategy=ddp with precision.compute=fp32",
+    'that trains, or layout="ddp" with precision="fp32"',
     "1.0.weight: the model's own forward pass writes it, and fsdp (dp_shard = 2) in bf16",
 )
 def narrow_weight_written_in_forward(world: World, layout: str) -> None:
@@ -630,7 +630,7 @@ def routed() -> nn.Module:
 @mistake(
     "1.0.weight: the model's own forward pass turns it into float32, and ddp (dp_replicate = 2) in "
     "bf16 would train on without it; try: cast values there (weight.to(torch.float32) in the "
-    "place of module.to(torch.float32)), or precision.compute=fp32",
+    'place of module.to(torch.float32)), or precision="fp32"',
     "1.0.weight: the model's own forward pass turns it into float32, and fsdp (dp_shard = 2) in",
 )
 def router_cast_in_place(world: World, layout: str) -> None:

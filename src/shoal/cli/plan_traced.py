@@ -76,7 +76,9 @@ def trace_config_json(
     ids = torch.zeros(2, sequence, dtype=torch.int64)
     several = model.config.is_encoder_decoder
     for part in (model.config, model.config.get_text_config()):
-        part.pad_token_id = None  # else a model looks for padding, in ids that have no values here
+        # Else a model looks for padding, in ids that have no values here. Strict classes of
+        # configurations refuse None in their setter.
+        vars(part)["pad_token_id"] = None
     if config.tune.adapter != "none":
         with torch.device("meta"):
             model = add_adapters(model, config.tune, name)

@@ -50,7 +50,12 @@ class GraceWindow:
         self._window_s = max(RETRY_S, min(learnt_s, self.wait_s))
 
     def close(self, size_bytes: int, *, committed: bool) -> None:
-        """End the turn, and learn from it."""
+        """End the turn, and learn from it.
+
+        Args:
+            committed: the changes of all members came, and counted or were refused. A turn that
+                ended without one lasted as long as this window, and would make the next far longer.
+        """
         if self.offered_s is not None and committed:
             self.patience.record_exchange(time.monotonic() - self.offered_s, size_bytes)
         self.offered_s = None

@@ -363,14 +363,18 @@ class MemberDriver:
             self.meeting, self._had_seat = None, True
         else:
             self._welcomed_s = time.monotonic()  # others decide turns
-        self.window.close(self.merges.merge.size_bytes, committed=bool(fact.committers))
-        digest, merged = self.merges.apply(fact.weights if self.is_healthy else None)
-        is_start = fact.round == 0 and not fact.weights
-        self.is_healthy = self.is_healthy and (digest == fact.weights or is_start)
-        heal = not self.is_healthy
         follows = known == (fact.session, fact.turn - 1)
         before, reasons = self._seats if follows else (), self._reasons
         absent = describe_absent(fact, before, reasons, self.links)
+        self.window.close(
+            self.merges.merge.size_bytes,
+            committed=follows and bool(fact.committers) and absent.keys() <= reasons.keys(),
+        )
+        digest, merged = self.merges.apply(fact.weights if self.is_healthy else None)
+        self.is_healthy = self.is_healthy and (
+            digest == fact.weights or (fact.round == 0 and not fact.weights)  # or a run's start
+        )
+        heal = not self.is_healthy
         left_out = describe_left_out(self.member, fact, self._seats, self.links) if heal else ""
         turn = AppliedTurn(fact, merged, heal, action.train, absent, reasons, left_out)
         self._turns.put(turn)
@@ -389,8 +393,11 @@ class MemberDriver:
         now_s, member, fact = time.monotonic(), self.member, self.member.fact
         self._note_lost(list_unreachable(member, self.links), now_s)
         if self._awaits and now_s - self._waits_since_s > self.wait_s:
-            names = self._awaits, self._first_lost
-            raise ClusterError(describe_wait(member, *names, self.wait_s, self.links, self.resume))
+            raise ClusterError(
+                describe_wait(
+                    *(member, self._awaits, self._first_lost, self.wait_s, self.links, self.resume)
+                )
+            )
         if (self._awaits and needs_common_start(member, set(self._awaits), self.links)) or (
             fact is not None and self._is_superseded(fact)
         ):
@@ -461,5 +468,7 @@ class MemberDriver:
         """Say what this process holds, and whom it has heard."""
         if self.meeting is not None and not self.member.seated:
             self.meeting.know(self.member.fact)
-            to = self.meeting.readers(self.links.addresses, is_running=self._is_running())
-            self.links.send(to, [ARRIVAL, encode_message(self.meeting.own), self.settings])
+            self.links.send(
+                self.meeting.readers(self.links.addresses, is_running=self._is_running()),
+                [ARRIVAL, encode_message(self.meeting.own), self.settings],
+            )
