@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # few runs record their steps
 
 
 KEY = re.compile(r"\b(?:train|memory|precision|fsdp|layout|optimizer|checkpoint|data|model)\.[a-z]")
-"""Where a line may name a key of run.toml."""
+"""Finds a key of run.toml in a line."""
 STEP_FILES = ("metrics.jsonl", "experts.jsonl", "pipeline.jsonl", "statistics.jsonl")
 """Files with lines of steps, the first of them with every step."""
 

@@ -299,7 +299,7 @@ class MemberCheckpoints:
     def _find_fork(self, fact: CommittedTurn, own: CommittedTurn) -> HistoryFork | None:
         """Return the rounds of this island that the other islands' history lacks."""
         links, other = self.links, dict[int, str]()
-        last = own.round - 1  # rounds are told from 0
+        last = own.round - 1  # events number rounds from 0
         mine = {last: own.weights} | read_history(self.root.parent)
         names = dict.fromkeys(
             [*fact.committers, *fact.names(), *(links.addresses if links else ())]
